@@ -1,0 +1,169 @@
+"""The files of conf/: all combinations compose, and each option is what the house rules want it to be."""
+
+import dataclasses
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from twinkle_research.config import compose, config_dir, to_object, validate
+from twinkle_research.config.checks import RANGES
+from twinkle_research.config.helptext import documented
+from twinkle_research.config.keys import all_keys, options_of
+from twinkle_research.config.schema import BASE, GROUPS, SCHEMAS, options
+from twinkle_research.errors import ConfigError
+from twinkle_research.model.config import ArchitectureConfig
+from twinkle_research.model.prepare import tiny
+from twinkle_research.trainer.config import TrainConfig
+
+ALL = {group: options(group) for group in GROUPS}
+EXPERIMENTS = options("experiment")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "my rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n' * 20)
+    return path
+
+
+def refused_because(words: list[str]) -> str | None:
+    """Which of the named rules refuses this combination of options as it stands."""
+    if "data=jsonl" in words or "experiment=own_data" in words and "data=identity" not in words:
+        return "data=jsonl needs rows"
+    if "model=hf" in words:
+        return "model=hf has no model of its own"
+    return None
+
+
+def check(words: list[str], rows: Path, model: Path) -> None:
+    reason = refused_because(words)
+    if reason is None:
+        assert isinstance(validate(compose(words)), TrainConfig)
+        return
+    cfg = compose(words)
+    with pytest.raises(ConfigError, match=reason):
+        validate(cfg)
+    if cfg.data.name == "jsonl":
+        cfg.data.path = str(rows)
+    if cfg.model.name == "hf":
+        cfg.model.path = str(model)
+    validate(cfg)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the headers of a tiny model and no weights worth the name: validation reads no more."""
+    import json
+    import math
+    import struct
+
+    from twinkle_research.model.config import DType
+    from twinkle_research.model.facts import tensor_shapes
+
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(tiny.model_config(DType.float32)))
+    header, end = {}, 0
+    for name, shape in tensor_shapes(tiny.ARCHITECTURE).items():
+        size = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
+    return folder
+
+
+def test_all_combinations_of_options(rows: Path, model: Path) -> None:
+    groups = [group for group in GROUPS if len(ALL[group]) > 1]
+    combinations = list(itertools.product(*(ALL[group] for group in groups)))
+    assert len(combinations) >= 192
+    for names in combinations:
+        check([f"{group}={name}" for group, name in zip(groups, names)], rows, model)
+
+
+def test_each_experiment_with_each_option(rows: Path, model: Path) -> None:
+    for experiment in EXPERIMENTS:
+        check([f"experiment={experiment}"], rows, model)
+        for group in GROUPS:
+            for name in ALL[group] if len(ALL[group]) > 1 else []:
+                words = [f"experiment={experiment}", f"{group}={name}"]
+                try:
+                    check(words, rows, model)
+                except ConfigError as error:  # the experiment sets a value that this option does not have
+                    assert f"it is a setting of {group}=" in str(error), words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_all_combinations_with_experiments(experiment: str, rows: Path, model: Path) -> None:
+    groups = [group for group in GROUPS if len(ALL[group]) > 1]
+    for names in itertools.product(*(ALL[group] for group in groups)):
+        words = [f"experiment={experiment}", *(f"{group}={name}" for group, name in zip(groups, names))]
+        try:
+            check(words, rows, model)
+        except ConfigError as error:
+            assert "it is a setting of" in str(error), words
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_setting_is_listed_and_explained(group: str) -> None:
+    for name in ALL[group]:
+        text = (config_dir() / group / f"{name}.yaml").read_text()
+        written = documented(config_dir() / group / f"{name}.yaml")
+        schema = next(schema for schema in SCHEMAS if schema.group == group and name in options_of(schema))
+        leaves = {key.partition(".")[2] for key, (_, owners) in all_keys().items() if schema in owners}
+        assert leaves <= set(written) | {key for key in leaves if key.startswith("architecture.")}, (group, name)
+        facts = {field.name for field in dataclasses.fields(ArchitectureConfig)}
+        silent = [key for key, (comment, _) in written.items() if not comment and key.rpartition(".")[2] not in facts | {"name", "defaults"}]
+        assert not silent, f"{group}/{name}.yaml: no comment above {silent}"
+        assert re.search(rf"^defaults:\n  - {BASE}\w+(@\w+)?\n(  - override .*\n)*  - _self_$", text, re.MULTILINE), name
+
+
+def test_defaults_of_the_root_are_listed_and_explained() -> None:
+    written = documented(config_dir() / "train.yaml")
+    fields = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in GROUPS]
+    assert all(written[name][0] for name in fields)
+    stored = OmegaConf.load(config_dir() / "train.yaml")
+    first = stored.defaults[:2]
+    assert list(first) == ["base_train", "_self_"]
+    assert [next(iter(entry)) for entry in stored.defaults if not isinstance(entry, str)][-2:] == ["experiment", "override hydra/job_logging"]
+
+
+def test_a_loss_sets_values_of_the_loss_only() -> None:
+    """A value for another group would beat the option that the user chose for it."""
+    for name in ALL["loss"]:
+        path = config_dir() / "loss" / f"{name}.yaml"
+        assert path.read_text().startswith("# @package _global_\n")
+        stored = OmegaConf.load(path)
+        assert set(stored) == {"defaults", "loss"}
+        assert stored.defaults[0] == f"{BASE}{name}@loss" and stored.defaults[-1] == "_self_"
+
+
+def test_every_experiment_says_how_to_run_it() -> None:
+    for name in EXPERIMENTS:
+        text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
+        assert text.startswith("# @package _global_\n") and f"python train.py experiment={name}" in text
+
+
+def test_facts_in_the_options_are_those_of_the_models() -> None:
+    assert to_object(compose(["model=tiny"])).model.architecture == tiny.ARCHITECTURE
+
+
+def test_every_number_has_a_range() -> None:
+    """So that no numeric setting is added without a thought about its bounds."""
+    from twinkle_research.config.checks import POSITIVE
+
+    numeric = [key for key, (annotation, _) in all_keys().items() if re.search(r"\b(int|float)\b", str(annotation))]
+    assert {key for key in numeric if "architecture" not in key} == set(RANGES) | set(POSITIVE)
+
+
+def test_command_line_beats_experiment_beats_loss_beats_group() -> None:
+    assert compose(["experiment=identity_full_tiny"]).optimizer.lr == 3e-3
+    assert compose(["experiment=identity_full_tiny", "optimizer.lr=1"]).optimizer.lr == 1
+    assert compose(["experiment=identity_full_tiny", "adapter=lora"]).adapter.name == "lora"
+    assert compose(["experiment=identity_full_tiny"]).adapter.name == "none"
+    assert compose(["experiment=null"]) == compose([]) == compose(["~experiment"])
+    assert compose(["+experiment=muon_full"]) == compose(["experiment=muon_full"])
+    assert compose(["+optimizer=sgd"]) == compose(["optimizer=sgd"])

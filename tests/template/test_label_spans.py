@@ -1,0 +1,232 @@
+"""What is trained, for random conversations and many template styles: exactly what the model would have generated."""
+
+import json
+import random
+
+import pytest
+from chat_styles import STYLES, make_tokenizer
+
+from twinkle_research.data_format import IGNORE_INDEX
+from twinkle_research.template import Template
+
+# Style -> (how an assistant turn is generated, has a system role, shows thinking, shows tool calls).
+CHATML_LIKE = ["chatml", "chatml_marked", "chatml_marked_short", "chatml_marked_wide", "auto_system", "final_eos", "no_prompt"]
+ENDS = {
+    **dict.fromkeys([*CHATML_LIKE, "text_arguments", "thinking", "thinking_open"], "<|end|>"),
+    "headers": "<|turn_end|>", "inst": "<eos>", "inst_system_last": "<eos>", "model_role": "</turn>", "channels": "<|return|>",
+    "plain_text": "###", "thinking_lost": "<eos>",
+}  # fmt: skip
+WITH_TOOLS = [*CHATML_LIKE, "text_arguments", "thinking", "thinking_open", "headers"]
+NO_SYSTEM = ["inst", "model_role", "thinking_lost"]
+BOS_IN_TEMPLATE = ["headers", "inst", "inst_system_last", "model_role", "thinking_lost"]
+TRIMMED = ["headers", "model_role"]
+OWN_THINKING = ["thinking", "thinking_open"]
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}]
+WORDS = ["Paris", "is", "the", "capital", "of", "France", "fox", "ü", "日本", "🦊", "\n", "\n\n", "  ", "a:b", "###x", "don't", "1", "</p>", "{"]
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choice(WORDS) + rng.choice([" ", "", "\n"]) for _ in range(rng.randint(1, 8)))
+
+
+def random_row(rng: random.Random, style: str) -> dict:
+    messages = []
+    if style not in NO_SYSTEM and rng.random() < 0.5:
+        messages.append({"role": "system", "content": random_text(rng)})
+    tools = style in WITH_TOOLS and rng.random() < 0.5
+    for _ in range(rng.randint(1, 4)):
+        messages.append({"role": "user", "content": random_text(rng)})
+        if tools and rng.random() < 0.5:
+            for _ in range(rng.randint(1, 2)):
+                messages.append(turn := random_turn(rng, style, content=rng.choice([None, "", "Let me see."])))
+                arguments = {"city": random_text(rng), "days": rng.choice([3, "3", None])}
+                arguments = rng.choice([arguments, json.dumps(arguments)])
+                turn["tool_calls"] = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+                messages.append({"role": "tool", "content": random_text(rng)})
+        messages.append(random_turn(rng, style, random_text(rng)))
+    return {"messages": messages, "tools": TOOLS} if tools else {"messages": messages}
+
+
+def random_turn(rng: random.Random, style: str, content: str | None) -> dict:
+    turn = {"role": "assistant", "content": content}
+    if style != "thinking_lost" and rng.random() < 0.4:
+        thought = "So: " + random_text(rng).strip("\n")
+        if rng.random() < 0.5:
+            turn["reasoning_content"] = thought
+        else:
+            turn["content"] = f"<think>\n{thought}\n</think>\n\n{content or ''}"
+    return turn
+
+
+def generated(style: str, message: dict) -> str:
+    """What a sampler would have produced for this turn, written down without the code under test."""
+    content, thought = message["content"] or "", message.get("reasoning_content", "")
+    if content.startswith("<think>\n"):
+        thought, content = content.removeprefix("<think>\n").split("\n</think>\n\n", 1)
+    if style in OWN_THINKING:
+        content = content.lstrip("\n") if message["content"] != content else content
+        block = f"<think>\n{thought}\n</think>\n\n" if thought.strip() else ""
+        text = block.removeprefix("<think>\n" if style == "thinking_open" else "") + content
+    else:
+        text = f"<think>\n{thought}\n</think>\n\n{content}" if thought else content
+    text = text.strip() if style in TRIMMED else text
+    for call in message.get("tool_calls", []):
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if style == "headers":
+            text += json.dumps({"name": "weather", "parameters": arguments}, ensure_ascii=False)
+        else:
+            text += "\n<call>" + json.dumps({"name": "weather", "arguments": arguments}, ensure_ascii=False) + "</call>"
+    prefix = {"inst": " ", "inst_system_last": " ", "channels": "<|head|>final<|/head|>"}.get(style, "")
+    return prefix + text + ENDS[style]
+
+
+def trained_runs(template: Template, features: list[dict]) -> list[tuple[list[int], str]]:
+    """(ids before, text) of each run of trained tokens, over all features."""
+    runs = []
+    for feature in features:
+        ids, labels = feature["input_ids"], feature["labels"]
+        position = 0
+        while position < len(ids) - 1:
+            if labels[position] == IGNORE_INDEX:
+                position += 1
+                continue
+            end = position
+            while labels[end] != IGNORE_INDEX:
+                assert labels[end] == ids[end + 1]  # pre-shifted
+                end += 1
+            runs.append((ids[: position + 1], template.decode(ids[position + 1 : end + 1])))
+            position = end
+        assert labels[-1] == IGNORE_INDEX
+    return runs
+
+
+@pytest.mark.parametrize("style", sorted(set(STYLES) - {"no_end"}))
+def test_trained_text_is_what_would_have_been_generated(style: str) -> None:
+    tokenizer = make_tokenizer(style)
+    template = Template(tokenizer=tokenizer, max_length=None)
+    rng = random.Random(style)
+    for _ in range(60):
+        row = random_row(rng, style)
+        features = template.encode_all(row)
+        turns = [m for m in row["messages"] if m["role"] == "assistant"]
+        runs = trained_runs(template, features)
+        assert sorted(text for _, text in runs) == sorted(generated(style, m) for m in turns), row
+        assert {ids.count(tokenizer.bos_token_id) for ids, _ in runs} == {int(style in BOS_IN_TEMPLATE)}
+
+
+@pytest.mark.parametrize("style", [*WITH_TOOLS[:5], "headers", "model_role", "channels", "plain_text", "thinking_open"])
+def test_context_of_each_trained_turn_is_the_sampling_prompt(style: str) -> None:
+    """Also where the template rewrites what came before. Token for token in a feature's first turn: a later prompt that
+    is encoded from text may join an earlier answer and its prompt in other tokens than those of the answer itself."""
+    template = Template(tokenizer=make_tokenizer(style), max_length=None)
+    rng = random.Random(style)
+    for _ in range(40):
+        row = random_row(rng, style)
+        if style == "thinking_open" and not all(thinks(m) for m in row["messages"] if m["role"] == "assistant"):
+            continue  # without thinking, the prompt is that of enable_thinking=False
+        prompts = []
+        for k, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                prompts.append(template.encode({**row, "messages": row["messages"][:k]}, add_generation_prompt=True)["input_ids"])
+        runs = [trained_runs(template, [f]) for f in template.encode_all(row)]
+        assert [template.decode(ids) for run in runs for ids, _ in run] == [template.decode(ids) for ids in prompts]
+        assert all(run[0][0] in prompts for run in runs)
+
+
+def thinks(message: dict) -> bool:
+    return bool(message.get("reasoning_content")) or (message["content"] or "").startswith("<think>")
+
+
+def row_of(*contents: str, **extra: object) -> dict:
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)], **extra}
+
+
+def texts(style: str, row: dict, **options: object) -> list[list[str]]:
+    """Trained runs of each feature."""
+    template = Template(tokenizer=make_tokenizer(style), max_length=None, **options)
+    return [[text for _, text in trained_runs(template, [f])] for f in template.encode_all(row)]
+
+
+@pytest.mark.parametrize("style", ["thinking", "thinking_open"])
+def test_stripped_thinking_gives_each_turn_a_row_of_its_own(style: str) -> None:
+    """S08: the first turn is trained with its thinking; the second does not see it."""
+    template = Template(tokenizer=make_tokenizer(style))
+    row = row_of("u1", "<think>\nt1\n</think>\n\na1", "u2", "<think>\nt2\n</think>\n\na2")
+    features = template.encode_all(row)
+    first, second = (template.decode(f["input_ids"]) for f in features)
+    assert "t1" in first and "u2" not in first
+    assert "t1" not in second and "t2" in second
+    assert template.decode(features[1]["input_ids"]) == template.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+
+
+def test_thinking_inside_one_round_of_tool_calls_stays_in_one_row() -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    row = {
+        "tools": TOOLS,
+        "messages": [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "", "reasoning_content": "t1", "tool_calls": [call]},
+            {"role": "tool", "content": "rain"},
+            {"role": "assistant", "content": "It rains.", "reasoning_content": "t2"},
+        ],
+    }
+    (runs,) = texts("thinking", row)
+    assert len(runs) == 2 and "t1" in runs[0] and runs[1] == "<think>\nt2\n</think>\n\nIt rains.<|end|>"
+
+
+@pytest.mark.parametrize("style", ["thinking", "thinking_open"])
+@pytest.mark.parametrize("enable_thinking", [True, False])
+def test_injected_empty_thinking_is_context(style: str, enable_thinking: bool) -> None:
+    """Without thinking in the data one row is enough, and the block that the template adds is not trained."""
+    template = Template(tokenizer=make_tokenizer(style), enable_thinking=enable_thinking)
+    (feature,) = template.encode_all(row_of("u1", "a1", "u2", "a2"))
+    runs = trained_runs(template, [feature])
+    assert [text for _, text in runs] == ["a1<|end|>", "a2<|end|>"]
+    assert template.decode(runs[1][0]).endswith("<|start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_moved_system_prompt_is_seen_by_every_turn() -> None:
+    template = Template(tokenizer=make_tokenizer("inst_system_last"))
+    row = {"messages": [{"role": "system", "content": "Be brief."}, *row_of("u1", "a1", "u2", "a2")["messages"]]}
+    contexts = [template.decode(ids) for ids, _ in trained_runs(template, template.encode_all(row))]
+    assert contexts == [
+        "<bos>[INST] Be brief.\n\nu1 [/INST]",
+        "<bos>[INST] u1 [/INST] a1<eos>[INST] Be brief.\n\nu2 [/INST]",
+    ]
+
+
+def test_last_turn_only_and_all_tokens() -> None:
+    row = row_of("u1", "a1", "u2", "a2", "trailing question")
+    assert texts("chatml", row, train_on="last") == [["a2<|end|>"]]
+    template = Template(tokenizer=make_tokenizer("chatml"), train_on="all")
+    (feature,) = template.encode_all(row)
+    assert feature["labels"][:-1] == feature["input_ids"][1:]
+    assert template.decode(feature["input_ids"]) == template.tokenizer.apply_chat_template(row["messages"], tokenize=False)
+
+
+def test_weight_zero_leaves_a_turn_out() -> None:
+    row = row_of("u1", "a1", "u2", "a2")
+    row["messages"][1]["weight"] = 0
+    assert texts("chatml", row) == [["a2<|end|>"]]
+
+
+def test_markers_choose_what_is_trained_inside_a_turn() -> None:
+    """An author who leaves the thinking out of the markers does not get it trained."""
+    template = STYLES["chatml"].replace("+ m.content }}", "}}{{ m.reasoning_content }}{% generation %}{{ m.content }}{% endgeneration %}")
+    row = row_of("u", "a")
+    row["messages"][1]["reasoning_content"] = "hidden"
+    assert texts(template, row) == [["a<|end|>"]]
+
+
+def test_conversation_that_starts_with_the_assistant() -> None:
+    row = {"messages": [{"role": "assistant", "content": "Welcome!"}, *row_of("u", "a")["messages"]]}
+    for style in ("chatml", "model_role", "no_prompt", "channels"):
+        turns = [m for m in row["messages"] if m["role"] == "assistant"]
+        assert [t for feature in texts(style, row) for t in feature] == [generated(style, m) for m in turns]
+
+
+def test_one_round_templates_work() -> None:
+    once = r"{%- if messages | length > 2 -%}{{ raise_exception('one question only') }}{%- endif -%}" + STYLES["chatml"]
+    assert texts(once, row_of("u", "a")) == [["a<|end|>"]]

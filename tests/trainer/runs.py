@@ -1,0 +1,80 @@
+"""Runs of the real command for tests: in this process, or in a forked child that may be killed at any moment.
+
+A fork starts with torch and transformers imported, so that a killed and resumed run costs a fraction of a second.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from twinkle_research.config import compose, to_object
+from twinkle_research.config.plan import run_plan
+from twinkle_research.distributed.launcher import start
+
+QUIET = ["tracking.progress=none", "tracking.tensorboard=false", "tracking.report=false", "data.sample_prompts=[]"]
+# 23 rows by 4: six steps an epoch, the last of them with three rows.
+TINY = ["model=tiny", "data.limit=23", "trainer.batch_size=4", "trainer.eval_every=null", *QUIET]
+
+
+def train(run_dir: Path, *overrides: str) -> int:
+    """``python train.py`` in this process; returns its exit code."""
+    cfg = to_object(compose([*TINY, f"run_dir={run_dir}", *overrides]))
+    return start(cfg, run_plan(cfg))
+
+
+def fork(action: Callable[[], int]) -> int:
+    """Starts ``action`` in a child and returns its pid; the child ends with the code that ``action`` returns."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 70
+        try:
+            code = action()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else 70
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def wait(pid: int) -> int:
+    """The exit code of a child; the negative signal number if one killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_child(action: Callable[[], int]) -> int:
+    return wait(fork(action))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fingerprint(run_dir: Path) -> dict[str, str]:
+    """SHA-256 of everything that an exact resume must reproduce: weights, optimizer, progress and metrics."""
+    newest = run_dir / "checkpoints" / (run_dir / "checkpoints" / "latest").read_text().strip()
+    files = [p for p in sorted(newest.rglob("*")) if p.suffix == ".safetensors"]
+    hashes = {str(p.relative_to(newest)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    state = json.loads((newest / "trainer_state.json").read_text())
+    hashes["trainer_state"] = json.dumps(state, sort_keys=True)
+    hashes["metrics"] = hashlib.sha256((run_dir / "metrics.jsonl").read_bytes()).hexdigest()
+    hashes["samples"] = hashlib.sha256(read_or_empty(run_dir / "samples.jsonl")).hexdigest()
+    return hashes
+
+
+def read_or_empty(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]

@@ -1,0 +1,150 @@
+"""Invariant 3: killed at any moment and started again, a run ends as if nothing had happened, bit for bit."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+from runs import die, fingerprint, fork, in_child, rows, train, wait
+
+from twinkle_research.trainer.sft import SftTrainer
+
+# Two epochs with a short last batch, shuffled, dropout on, evaluations in between.
+RUN = ["trainer.epochs=2", "adapter.dropout=0.2", "checkpoint.every=1", "data.eval_rows=3", "trainer.eval_every=4",
+       "scheduler=cosine", "scheduler.warmup_steps=3"]  # fmt: skip
+STEPS = 10  # 20 rows by 4, twice
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert in_child(lambda: train(run_dir, *RUN)) == 0
+    steps = [row["step"] for row in rows(run_dir)]
+    assert steps == list(range(STEPS + 1))
+    return fingerprint(run_dir)
+
+
+def killed_before(step):
+    """In a child: SIGKILL after ``step`` optimizer steps, the next one having been computed but not recorded."""
+    inner = SftTrainer.train_step
+
+    def train_step(self, features):
+        row = inner(self, features)
+        if self.step == step + 1:
+            die()
+        return row
+
+    SftTrainer.train_step = train_step
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_killed_after_each_step(undisturbed, tmp_path, step):
+    def run():
+        killed_before(step)
+        return train(tmp_path, *RUN)
+
+    assert in_child(run) == -signal.SIGKILL
+    assert in_child(lambda: train(tmp_path, *RUN)) == 0
+    assert fingerprint(tmp_path) == undisturbed
+
+
+@pytest.mark.parametrize("step", [1, 5, 9])
+def test_stopped_by_a_signal(undisturbed, tmp_path, step):
+    """A first SIGTERM saves, even where no checkpoint is due, and leaves with 75."""
+    rare = [*RUN, "checkpoint.every=1000"]
+
+    def run():
+        inner = SftTrainer.train_step
+
+        def train_step(self, features):
+            if self.step == step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return inner(self, features)
+
+        SftTrainer.train_step = train_step
+        return train(tmp_path, *rare)
+
+    assert in_child(run) == 75
+    stopped_at = rows(tmp_path)[-1]["step"]
+    assert step <= stopped_at <= step + 1
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{stopped_at:06d}"
+    assert in_child(lambda: train(tmp_path, *rare)) == 0
+    assert fingerprint(tmp_path) == undisturbed
+
+
+def test_thirty_kills_at_random_moments(undisturbed, tmp_path):
+    draw = random.Random(20)
+    begun = time.monotonic()
+    assert in_child(lambda: train(tmp_path / "timed", *RUN)) == 0
+    whole = time.monotonic() - begun
+    kills = 0
+    for attempt in range(100):
+        run_dir = tmp_path / f"run-{attempt}"
+        code = None
+        while code != 0:
+            pid = fork(lambda: train(run_dir, *RUN))
+            if kills < 30:
+                time.sleep(draw.uniform(0.05, whole))
+                os.kill(pid, signal.SIGKILL)
+            code = wait(pid)
+            assert code in (0, -signal.SIGKILL)
+            kills += code != 0
+        assert fingerprint(run_dir) == undisturbed
+        if kills >= 30:
+            return
+    pytest.fail(f"only {kills} kills hit a running process")
+
+
+class WritePoints:
+    """Counts the moments of a save at which a crash leaves something different on the disk; dies at the chosen one."""
+
+    CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "rmdir", "unlink")
+
+    def __init__(self, die_at=None):
+        self.die_at = die_at
+        self.seen = 0
+
+    def __enter__(self):
+        for name in self.CALLS:
+            setattr(os, name, self.counting(getattr(os, name)))
+
+    def counting(self, call):
+        def counted(*args, **kwargs):
+            self.seen += 1
+            if self.seen == self.die_at:
+                die()
+            return call(*args, **kwargs)
+
+        return counted
+
+    def __exit__(self, *_):
+        pass  # the child ends with its save
+
+
+def save_with(points, step):
+    """In a child: ``points`` watch the save after ``step``."""
+    inner = SftTrainer.save
+
+    def save(self):
+        if self.step != step:
+            return inner(self)
+        with points:
+            inner(self)
+        os._exit(min(points.seen, 255))
+
+    SftTrainer.save = save
+
+
+def test_killed_inside_each_write_of_a_save(undisturbed, tmp_path):
+    def run(run_dir, points):
+        save_with(points, 4)
+        return train(run_dir, *RUN)
+
+    count = in_child(lambda: run(tmp_path / "count", WritePoints()))
+    assert 10 < count < 255
+    for point in range(1, count + 1):
+        run_dir = tmp_path / f"point-{point}"
+        assert in_child(lambda: run(run_dir, WritePoints(point))) == -signal.SIGKILL  # noqa: B023
+        assert in_child(lambda: train(run_dir, *RUN)) == 0  # noqa: B023
+        assert fingerprint(run_dir) == undisturbed, f"killed at write point {point} of {count}"

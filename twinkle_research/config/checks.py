@@ -1,0 +1,255 @@
+"""What a config must satisfy beyond types: ranges, settings that exclude or need each other, settings without effect.
+
+Stage 1 looks at the config alone; stage 2 (``inputs.py``) also at files: paths, the model's headers, the run folder.
+All problems are reported at once.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from omegaconf import DictConfig
+
+from twinkle_research.config.composing import BUILT_IN_ROWS
+from twinkle_research.config.keys import all_keys
+from twinkle_research.config.resume import problems_of_run_folder
+from twinkle_research.config.storage import to_object
+from twinkle_research.dataset.config import DataConfig
+from twinkle_research.errors import ConfigError
+from twinkle_research.model.config import Attention, Device, LoraAdapterConfig, ModelConfig, Sharding, TransformersBackendConfig
+from twinkle_research.tracking.config import TrackingConfig, WandbConfig, WandbMode
+from twinkle_research.trainer.config import (
+    AdamConfig,
+    DecayScheduleConfig,
+    MuonConfig,
+    SftTrainerConfig,
+    SgdConfig,
+    TrainConfig,
+    WsdScheduleConfig,
+)
+
+MAX_SEED = 2**63 - 1
+
+
+def validate(cfg: DictConfig | TrainConfig, files: bool = True) -> TrainConfig:
+    """Raises ConfigError naming every key that cannot be. ``files=False``: stage 1 only. Returns the typed config."""
+    config = cfg if isinstance(cfg, TrainConfig) else to_object(cfg)
+    problems = [*stage_1(config)]
+    if files and not problems:
+        from twinkle_research.config.inputs import stage_2
+
+        problems = [*stage_2(config), *problems_of_run_folder(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def stage_1(config: TrainConfig) -> Iterator[str]:
+    yield from _numbers(config)
+    yield from _run(config)
+    yield from _model(config.model, config.backend)
+    yield from _adapter(config)
+    yield from _optimizer(config.optimizer)
+    yield from _scheduler(config)
+    yield from _trainer(config.trainer)
+    yield from _data(config.data)
+    yield from _evaluation(config)
+    yield from _tracking(config.tracking)
+    yield from _launch(config)
+
+
+# --- ranges ---------------------------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+    low: float
+    high: float = math.inf
+    high_excluded: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        return self.low <= value < self.high or (value == self.high and not self.high_excluded)  # type: ignore[operator]
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f">= {self.low}"
+        return f"in [{self.low}, {self.high}{')' if self.high_excluded else ']'}"
+
+
+BELOW_ONE = Range(0, 1, high_excluded=True)
+RANGES = {
+    "seed": Range(0, MAX_SEED),
+    "backend.logits_chunk": Range(1),
+    "adapter.r": Range(1),
+    "adapter.dropout": BELOW_ONE,
+    "optimizer.lr": Range(0),
+    "optimizer.betas": BELOW_ONE,
+    "optimizer.eps": Range(0),
+    "optimizer.weight_decay": Range(0),
+    "optimizer.momentum": BELOW_ONE,
+    "optimizer.ns_steps": Range(1),
+    "optimizer.adamw_lr": Range(0),
+    "optimizer.adamw_betas": BELOW_ONE,
+    "optimizer.adamw_eps": Range(0),
+    "scheduler.warmup_steps": Range(0),
+    "scheduler.min_ratio": Range(0, 1),
+    "scheduler.total_steps": Range(1),
+    "scheduler.decay_steps": Range(1),
+    "loss.label_smoothing": BELOW_ONE,
+    "loss.z_loss": Range(0),
+    "trainer.max_steps": Range(1),
+    "trainer.epochs": Range(1),
+    "trainer.batch_size": Range(1),
+    "trainer.micro_batch_size": Range(1),
+    "trainer.micro_batch_tokens": Range(1),
+    "trainer.eval_every": Range(1),
+    "trainer.sample_max_tokens": Range(1),
+    "data.limit": Range(1),
+    "data.eval_rows": Range(0),
+    "data.max_length": Range(2),
+    "data.num_proc": Range(1),
+    "data.preview": Range(0),
+    "checkpoint.every": Range(1),
+    "checkpoint.keep": Range(1),
+    "tracking.log_every": Range(1),
+    "launch.nproc_per_node": Range(1),
+    "launch.nodes": Range(1),
+    "launch.threads": Range(1),
+}
+# Zero would switch off what the setting is for.
+POSITIVE = ("adapter.alpha", "trainer.max_grad_norm", "launch.timeout_minutes")
+
+
+def _numbers(config: TrainConfig) -> Iterator[str]:
+    for key in all_keys():
+        for value in _numbers_at(config, key):
+            if not math.isfinite(value):
+                yield f"'{key}' must be a finite number, got {value}"
+            elif key in RANGES and value not in RANGES[key]:
+                yield f"'{key}' must be {RANGES[key]}, got {value}"
+            elif key in POSITIVE and value <= 0:
+                yield f"'{key}' must be > 0, got {value}" + ("; for no clipping write null" if key.endswith("grad_norm") else "")
+
+
+def _numbers_at(config: TrainConfig, key: str) -> list[float]:
+    node: object = config
+    for part in key.split("."):
+        node = getattr(node, part, None)
+    values = node if isinstance(node, list) else [node]
+    return [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+
+
+# --- sections -------------------------------------------------------------------------------------------------------
+
+
+def _run(config: TrainConfig) -> Iterator[str]:
+    if config.run_dir is not None and not config.run_dir.strip():
+        yield "'run_dir' is empty; give a folder, or null for a new one under runs/"
+    if config.eval_only and config.run_dir is None and config.resume in ("auto", "never"):
+        yield "eval_only=true needs a checkpoint: give run_dir=<folder of a run> or resume=<checkpoint>"
+    if config.eval_only and config.resume == "never":
+        yield "eval_only=true reads a checkpoint, so resume=never contradicts it; write resume=auto or resume=<checkpoint>"
+
+
+def _model(model: ModelConfig, backend: TransformersBackendConfig) -> Iterator[str]:
+    if model.path is None and model.source is None:
+        yield f"model={model.name} has no model of its own: give model.path=<folder or hub id>"
+    if model.path is not None and not model.path.strip():
+        yield "'model.path' is empty; give a folder or a hub id"
+    if model.revision is not None and model.path is None:
+        yield f"'model.revision' has no effect without model.path: model={model.name} prepares its own weights"
+    if model.trust_remote_code and model.path is None:
+        yield f"'model.trust_remote_code' has no effect without model.path: model={model.name} brings no code"
+    if model.attention is Attention.flash and backend.device is Device.cpu:
+        yield "model.attention=flash needs a GPU, but backend.device=cpu; write model.attention=sdpa"
+
+
+def _adapter(config: TrainConfig) -> Iterator[str]:
+    adapter = config.adapter
+    if not isinstance(adapter, LoraAdapterConfig):
+        return
+    if not adapter.target_modules:
+        yield "'adapter.target_modules' is empty: name linear layers, or write all-linear"
+    for key in ("target_modules", "modules_to_save"):
+        names = getattr(adapter, key)
+        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+            yield f"'adapter.{key}' names {', '.join(duplicates)} twice"
+    if both := sorted(set(adapter.target_modules) & set(adapter.modules_to_save)):
+        yield f"{', '.join(both)} cannot be in both adapter.target_modules and adapter.modules_to_save"
+
+
+def _optimizer(optimizer: AdamConfig | SgdConfig | MuonConfig) -> Iterator[str]:
+    for key in ("betas", "adamw_betas"):
+        betas = getattr(optimizer, key, None)
+        if betas is not None and len(betas) != 2:
+            yield f"'optimizer.{key}' must be two numbers, got {len(betas)}"
+    if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+        yield "optimizer.nesterov=true needs optimizer.momentum > 0"
+
+
+def _scheduler(config: TrainConfig) -> Iterator[str]:
+    scheduler, steps = config.scheduler, config.trainer.max_steps
+    end = steps
+    if isinstance(scheduler, (DecayScheduleConfig, WsdScheduleConfig)) and scheduler.total_steps is not None:
+        end = scheduler.total_steps
+    if end is None:
+        return
+    given_by = "trainer.max_steps" if end == steps else "scheduler.total_steps"
+    if scheduler.warmup_steps > end:
+        yield f"scheduler.warmup_steps={scheduler.warmup_steps} is longer than {given_by}={end}"
+    elif isinstance(scheduler, WsdScheduleConfig) and scheduler.warmup_steps + scheduler.decay_steps > end:
+        yield (
+            f"scheduler.warmup_steps + scheduler.decay_steps = {scheduler.warmup_steps + scheduler.decay_steps} "
+            f"is longer than {given_by}={end}"
+        )
+
+
+def _trainer(trainer: SftTrainerConfig) -> Iterator[str]:
+    if trainer.micro_batch_size is not None and trainer.micro_batch_tokens is not None:
+        yield "give trainer.micro_batch_size or trainer.micro_batch_tokens, not both (null switches one off)"
+
+
+def _data(data: DataConfig) -> Iterator[str]:
+    if data.path is not None and data.dataset_id is not None:
+        yield "give data.path or data.dataset_id, not both (null switches one off)"
+    if data.path is None and data.dataset_id is None:
+        yield f"data={data.name} needs rows: give data.path=<file or folder> or data.dataset_id=<hub id>"
+    if data.dataset_id is not None and not data.dataset_id.strip():
+        yield "'data.dataset_id' is empty"
+    local = data.path is not None or (data.dataset_id or "").startswith(BUILT_IN_ROWS)
+    for key, default in (("subset", "default"), ("split", "train")):
+        if local and getattr(data, key) != default:
+            yield f"'data.{key}' has no effect: only a hub data set (data.dataset_id) has subsets and splits"
+    if data.processor is None and data.processor_args:
+        yield "'data.processor_args' has no effect without data.processor"
+    if data.eval_path is not None and data.eval_rows:
+        yield "give data.eval_path or data.eval_rows, not both"
+    if data.limit is not None and data.eval_rows >= data.limit:
+        yield f"data.eval_rows={data.eval_rows} leaves no row to train on: data.limit={data.limit}"
+
+
+def _evaluation(config: TrainConfig) -> Iterator[str]:
+    data, trainer = config.data, config.trainer
+    held_out = [key for key in ("eval_path", "eval_rows") if getattr(data, key)]
+    if trainer.eval_every is None and not config.eval_only:
+        for key in held_out:
+            yield f"'data.{key}' has no effect: trainer.eval_every=null means that nothing is evaluated"
+    if config.eval_only and not held_out and not data.sample_prompts:
+        yield "eval_only=true has nothing to do: give data.eval_path, data.eval_rows or data.sample_prompts"
+    default = SftTrainerConfig().sample_max_tokens
+    if not data.sample_prompts and trainer.sample_max_tokens != default:
+        yield "'trainer.sample_max_tokens' has no effect without data.sample_prompts"
+
+
+def _tracking(tracking: TrackingConfig) -> Iterator[str]:
+    if tracking.wandb.mode is WandbMode.disabled:
+        default = WandbConfig()
+        for key in ("project", "entity", "name", "group", "tags"):
+            if getattr(tracking.wandb, key) != getattr(default, key):
+                yield f"'tracking.wandb.{key}' has no effect: tracking.wandb.mode=disabled"
+
+
+def _launch(config: TrainConfig) -> Iterator[str]:
+    launch, sharding = config.launch, config.backend.sharding
+    processes = (launch.nproc_per_node or 1) * launch.nodes
+    if sharding is Sharding.none and processes > 1:
+        yield f"backend.sharding=none runs in one process, but launch asks for {processes}; write backend.sharding=ddp"

@@ -1,0 +1,211 @@
+"""The command line: compose, validate, show the plan, start.
+
+A plain run is composed here; ``-m``, ``--cfg``, ``--info``, completion and Hydra's other flags go through ``hydra.main``.
+Both use the same strict loader and end in ``start_run``.
+"""
+
+import contextlib
+import difflib
+import os
+import re
+import signal
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from twinkle_research import __version__
+from twinkle_research.config.checks import validate
+from twinkle_research.config.composing import compose_with_hydra, strict_loader, without_hydra
+from twinkle_research.config.keys import all_keys, hint
+from twinkle_research.config.plan import print_plan, run_plan
+from twinkle_research.config.schema import GROUPS, config_dir, register
+from twinkle_research.distributed.env import WorldInfo, detect
+from twinkle_research.distributed.launcher import start
+from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError
+from twinkle_research.trainer.rundir import RunFolder, new_run_dir
+
+
+class JobFailed(UserError):
+    """A job of a sweep ended with an exit code other than 0; the sweep goes on."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns the exit code (twinkle_research.errors)."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(argv)
+    except UserError as error:
+        if _rank_speaks():
+            kind = "config error" if error.exit_code == 2 else "error"
+            print(f"{kind}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _rank_speaks() -> bool:
+    """One message, however many ranks torchrun or srun have started."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        from twinkle_research.config.helptext import help_text
+
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python train.py --help | head
+        print(help_text([word for word in argv if not word.startswith("-") and "=" not in word]))
+        return 0
+    args = _arguments(argv)
+    if args.version:
+        print(f"twinkle_research {__version__} (Hydra {hydra.__version__})")
+        return 0
+    world = detect()
+    if _is_plain(args):
+        cfg = compose_with_hydra(args.overrides)
+        if cfg.hydra.mode != RunMode.MULTIRUN:
+            HydraConfig.instance().set_config(cfg)
+            return start_run(without_hydra(cfg), world)
+    return _through_hydra(argv, args, world)
+
+
+def _arguments(argv: list[str]) -> Namespace:
+    parser = get_args_parser()
+    for action in parser._actions:
+        if "--version" in action.option_strings:
+            parser._remove_action(action)
+            for name in action.option_strings:
+                parser._option_string_actions.pop(name)
+    parser.add_argument("--version", action="store_true")
+    flags = list(parser._option_string_actions)
+
+    def refuse(self: ArgumentParser, message: str) -> NoReturn:
+        flag = next((word for word in argv if word.startswith("-") and word.partition("=")[0] not in flags), None)
+        if flag is None:
+            raise ConfigError(message)
+        bare = flag.lstrip("-").partition("=")[0]
+        if bare in GROUPS or bare in all_keys():
+            raise ConfigError(f"unknown flag '{flag}': settings and groups have no dashes; write {bare}=...")
+        close = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
+        raise ConfigError(
+            f"unknown flag '{flag}'; " + (f"did you mean '{close[0]}'?" if close else f"as a setting, {hint(bare)}")
+        )
+
+    parser.error = refuse.__get__(parser)  # type: ignore[method-assign]
+    return parser.parse_args(argv)
+
+
+def _is_plain(args: Namespace) -> bool:
+    special = (
+        args.multirun, args.cfg, args.info, args.shell_completion, args.hydra_help, args.config_path, args.config_name,
+        args.config_dir, args.package, args.resolve, args.experimental_rerun,
+    )  # fmt: skip
+    return not any(special)
+
+
+# --- one run --------------------------------------------------------------------------------------------------------
+
+
+def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) -> int:
+    """Validates, shows the plan and starts; in this process where one is enough and no sweep needs it clean."""
+    if sweep_job is not None:
+        cfg.run_dir = str(sweep_job)
+    config = validate(cfg, files=world.rank == 0)  # another rank would see what rank 0 has just written
+    plan = run_plan(config, world)
+    if not (config.dry_run or world.joins or config.run_dir):
+        config.run_dir = str(new_run_dir(config.loss.name, config.model.name))
+    if world.rank == 0:
+        print_plan(plan, config)
+    if config.dry_run:
+        if world.rank == 0:
+            print("dry run: nothing was started or written")
+        return 0
+    if sweep_job is not None and config.tracking.wandb.group is None:
+        config.tracking.wandb.group = sweep_job.parent.name
+    return start(config, plan, in_process=sweep_job is None)
+
+
+# --- sweeps and Hydra's other commands ------------------------------------------------------------------------------
+
+
+def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
+    if args.multirun and world.joins:
+        raise ConfigError(
+            f"--multirun under {world.kind} would run the whole sweep once a rank: start it plainly, or one job each"
+        )
+    if args.multirun and any(word.lstrip("+").startswith("run_dir=") for word in args.overrides):
+        raise ConfigError("run_dir is one folder, and a sweep makes one a job: give hydra.sweep.dir=<folder> instead")
+    register()
+    failures: list[str] = []
+
+    def job(cfg: DictConfig) -> float | None:
+        return _job(cfg, world, failures)
+
+    app = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")(job)
+    with _hydra_surroundings(argv), strict_loader(each_job=validate if args.multirun else None), _completion(args):
+        try:
+            app()
+        except JobFailed:
+            pass  # told below, with the others
+        except SystemExit as left:
+            if left.code not in (0, None):
+                return int(left.code)
+    if failures:
+        raise UserError("\n".join([f"{len(failures)} of the sweep's jobs failed", *failures]))
+    return 0
+
+
+def _job(cfg: DictConfig, world: WorldInfo, failures: list[str]) -> float | None:
+    """One job of a sweep (or a run with Hydra's flags). The objective is what a sweeper optimises."""
+    hydra_config = HydraConfig.get()
+    if hydra_config.mode != RunMode.MULTIRUN:
+        code = start_run(cfg, world)
+        if code:
+            raise SystemExit(code)
+        return None
+    folder = Path(hydra_config.runtime.output_dir)
+    try:
+        code = start_run(cfg, world, sweep_job=folder)
+    except UserError as error:
+        failures.append(f"{folder}: {error}")
+        raise JobFailed(failures[-1]) from error
+    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+        raise SystemExit(code)
+    if code:
+        failures.append(f"{folder} (exit code {code}): {' '.join(hydra_config.overrides.task)}")
+        raise JobFailed(failures[-1])
+    return RunFolder(folder).read_status().get("objective")
+
+
+@contextlib.contextmanager
+def _hydra_surroundings(argv: list[str]) -> Iterator[None]:
+    """Hydra reads sys.argv, and prints errors its own way unless this variable is set."""
+    old_argv, old_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    with contextlib.ExitStack() as stack:
+        words = list(argv)
+        # Hydra makes a folder for each job of a sweep; a dry run must leave none.
+        if any(re.fullmatch(r"\+{0,2}dry_run=(true|yes|on|1)", word, re.IGNORECASE) for word in argv):
+            words.append(f"hydra.sweep.dir={stack.enter_context(tempfile.TemporaryDirectory())}")
+        sys.argv = [old_argv[0], *words]
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        try:
+            yield
+        finally:
+            sys.argv = old_argv
+            os.environ.pop("HYDRA_FULL_ERROR")
+            if old_flag is not None:
+                os.environ["HYDRA_FULL_ERROR"] = old_flag
+
+
+def _completion(args: Namespace) -> contextlib.AbstractContextManager[None]:
+    if not args.shell_completion:
+        return contextlib.nullcontext()
+    from twinkle_research.config.completion import value_completion
+
+    return value_completion()

@@ -1,0 +1,238 @@
+"""The run plan: what a command would do, before anything is started. Computed without torch."""
+
+import glob
+import os
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from twinkle_research.config.memory import GIB, Memory, available_bytes, estimate, trainable_parameters
+from twinkle_research.config.storage import FILE_NAME, to_object
+from twinkle_research.distributed.env import WorldInfo, detect
+from twinkle_research.errors import ConfigError
+from twinkle_research.model.config import Device, Sharding
+from twinkle_research.model.facts import Facts
+from twinkle_research.model.prepare import model_facts
+from twinkle_research.tracking.config import WandbMode
+from twinkle_research.tracking.credentials import resolve_mode
+from twinkle_research.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """``nproc_per_node`` x ``nodes`` = ``world_size`` processes on ``device``; ``layout`` says how they share the work.
+
+    ``parameters`` and ``memory`` are None where the model is on a hub and not yet here.
+    """
+
+    nodes: int
+    nproc_per_node: int
+    world_size: int
+    device: str
+    layout: str
+    parameters: int | None
+    trainable: int | None
+    memory: Memory | None
+    warnings: tuple[str, ...] = field(default=())
+
+
+def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> RunPlan:
+    """The plan of a validated config. Raises ConfigError where the processes at hand do not fit ``launch``."""
+    config = cfg if isinstance(cfg, TrainConfig) else to_object(cfg)
+    world = world or detect()
+    gpus = 0 if config.backend.device is Device.cpu else visible_gpus()
+    if config.backend.device is Device.cuda and gpus == 0:
+        raise ConfigError("backend.device=cuda, but no GPU is visible here; backend.device=auto or cpu runs without one")
+    nodes, nproc = _processes(config, world, gpus)
+    if config.backend.sharding is Sharding.none and nodes * nproc > 1:
+        raise ConfigError(
+            f"backend.sharding=none runs in one process, but {nodes * nproc} are started; write backend.sharding=ddp"
+        )
+    facts = model_facts(config.model)
+    device = "cuda" if gpus else "cpu"
+    memory = None if facts is None else estimate(config, facts)
+    return RunPlan(
+        nodes=nodes,
+        nproc_per_node=nproc,
+        world_size=nodes * nproc,
+        device=device,
+        layout=_layout(nodes, nproc),
+        parameters=None if facts is None else facts.parameters,
+        trainable=None if facts is None else trainable_parameters(config.adapter, facts),
+        memory=memory,
+        warnings=tuple(_warnings(config, nodes * nproc, nproc, device, memory, facts)),
+    )
+
+
+def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, int]:
+    """(nodes, processes on each). Who was started by torchrun or srun takes what there is; ``launch`` must agree."""
+    launch = config.launch
+    if world.joins:
+        nproc, nodes = world.local_world_size, max(1, world.world_size // world.local_world_size)
+        if launch.nproc_per_node not in (None, nproc) or launch.nodes not in (1, nodes):
+            raise ConfigError(
+                f"launch.nodes={launch.nodes} and launch.nproc_per_node={launch.nproc_per_node} contradict {world.kind}, "
+                f"which started {world.world_size} processes, {nproc} on this machine; leave them out"
+            )
+        return nodes, nproc
+    if launch.nodes > 1:
+        raise ConfigError(f"launch.nodes={launch.nodes} needs torchrun or srun on every machine; see slurm/README.md")
+    nproc = launch.nproc_per_node or (max(1, gpus) if config.backend.sharding is Sharding.ddp else 1)
+    if gpus and nproc > gpus:
+        raise ConfigError(
+            f"launch.nproc_per_node={nproc} needs as many GPUs, but {gpus} are visible; give {gpus}, or backend.device=cpu"
+        )
+    return 1, nproc
+
+
+def visible_gpus() -> int:
+    """GPUs that torch would see, found without importing it."""
+    try:
+        if version("torch").endswith("+cpu"):
+            return 0
+    except PackageNotFoundError:
+        return 0
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(glob.glob("/dev/nvidia[0-9]*"))
+    if chosen is None or present == 0:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    return len(names[: names.index("-1")] if "-1" in names else [name for name in names if name])
+
+
+def _layout(nodes: int, nproc: int) -> str:
+    if nodes * nproc == 1:
+        return "one process"
+    return f"data-parallel over {nodes * nproc} processes" + (f" ({nodes} machines x {nproc})" if nodes > 1 else "")
+
+
+def _warnings(
+    config: TrainConfig, world_size: int, nproc: int, device: str, memory: Memory | None, facts: Facts | None
+) -> list[str]:
+    found = []
+    batch = config.trainer.batch_size
+    if world_size > batch:
+        found.append(f"trainer.batch_size={batch} is less than {world_size} processes: {world_size - batch} of them stay idle")
+    elif batch % world_size:
+        found.append(f"trainer.batch_size={batch} does not divide by {world_size} processes: some have a row more than others")
+    if device == "cpu" and memory is not None and memory.total * nproc > available_bytes():
+        found.append(
+            f"the estimate, {nproc} x {memory.total / GIB:.1f} GiB, is more than the {available_bytes() / GIB:.1f} GiB of this "
+            "machine: lower data.max_length or trainer.micro_batch_size, or set backend.gradient_checkpointing=true"
+        )
+    if facts is None:
+        found.append(f"{config.model.path} is not in the local cache: it is downloaded at the start, and checked then")
+    return found
+
+
+# --- printing -------------------------------------------------------------------------------------------------------
+
+
+def print_plan(plan: RunPlan, cfg: DictConfig | TrainConfig) -> None:
+    """One screen for a person: what runs where, on what, and where the results go."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+
+    config = cfg if isinstance(cfg, TrainConfig) else to_object(cfg)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _rows(plan, config):
+        table.add_row(name, text)
+    console = Console(highlight=False, markup=False, soft_wrap=False)
+    console.print(Panel(table, title="run plan", title_align="left", expand=False))
+    for warning in plan.warnings:
+        console.print(f"note: {warning}", style="yellow")
+
+
+def _rows(plan: RunPlan, config: TrainConfig) -> list[tuple[str, str]]:
+    optimizer, scheduler = config.optimizer, config.scheduler
+    tracking = config.tracking
+    rows = [
+        ("model", _model_text(plan, config)),
+        ("adapter", _adapter_text(plan, config)),
+        (
+            "data",
+            f"{config.data.name}: {config.data.path or config.data.dataset_id}, rows of at most {config.data.max_length} tokens",
+        ),
+        ("task", f"{config.loss.name} ({config.trainer.name}), {optimizer.name} lr {optimizer.lr:g}, {scheduler.name} schedule"),
+        ("length", _length_text(config)),
+        ("batch", _batch_text(plan, config)),
+        ("processes", f"{plan.layout} on {plan.device} ({config.backend.name} backend)"),
+    ]
+    if plan.memory is not None:
+        rows.append(("memory", plan.memory.text()))
+    every = "at the end" if config.checkpoint.every is None else f"every {config.checkpoint.every} steps and at the end"
+    shown = ["metrics.jsonl", *(["tensorboard"] if tracking.tensorboard else []), *(["report.html"] if tracking.report else [])]
+    rows += [
+        ("run folder", _folder_text(config)),
+        ("checkpoints", f"{every}, the newest {config.checkpoint.keep} stay"),
+        ("records", f"{', '.join(shown)}; W&B {_wandb_text(config)}"),
+        ("seed", str(config.seed)),
+    ]
+    return rows
+
+
+def _model_text(plan: RunPlan, config: TrainConfig) -> str:
+    name = f"{config.model.name} ({config.model.path})" if config.model.path else config.model.name
+    size = "" if plan.parameters is None else f", {count(plan.parameters)} parameters"
+    return f"{name}{size}, {config.model.dtype.name}"
+
+
+def _adapter_text(plan: RunPlan, config: TrainConfig) -> str:
+    trained = "" if plan.trainable is None else f"{count(plan.trainable)} trained"
+    if config.adapter.name == "none":
+        return f"none: all weights are trained ({trained})" if trained else "none: all weights are trained"
+    adapter = config.adapter
+    return f"{adapter.name}, rank {adapter.r}, alpha {adapter.alpha:g}, on {', '.join(adapter.target_modules)}; {trained}".rstrip(
+        "; "
+    )
+
+
+def _length_text(config: TrainConfig) -> str:
+    trainer = config.trainer
+    limits = []
+    if trainer.max_steps is not None:
+        limits.append(f"{trainer.max_steps} optimizer steps")
+    if trainer.epochs is not None or trainer.max_steps is None:
+        epochs = trainer.epochs or 1
+        limits.append(f"{epochs} epoch{'s' * (epochs > 1)}")
+    evaluation = "" if trainer.eval_every is None else f", evaluated every {trainer.eval_every} steps"
+    return " or ".join(limits) + (", whichever ends first" if len(limits) > 1 else "") + evaluation
+
+
+def _batch_text(plan: RunPlan, config: TrainConfig) -> str:
+    trainer = config.trainer
+    share = -(-trainer.batch_size // plan.world_size)
+    text = f"{trainer.batch_size} rows a step"
+    if plan.world_size > 1:
+        text += f" = {plan.world_size} processes x {share if trainer.batch_size % plan.world_size == 0 else f'at most {share}'}"
+    if trainer.micro_batch_tokens is not None:
+        return f"{text}, in micro-batches of {trainer.micro_batch_tokens} tokens"
+    size = min(trainer.micro_batch_size or 1, share)
+    return f"{text}, in {-(-share // size)} micro-batch{'es' * (share > size)} of {size}"
+
+
+def _folder_text(config: TrainConfig) -> str:
+    if config.run_dir is None:
+        return "a new one under runs/"
+    continues = not config.eval_only and (Path(config.run_dir) / FILE_NAME).is_file()
+    return config.run_dir + (" (holds a run, which continues)" if continues else "")
+
+
+def _wandb_text(config: TrainConfig) -> str:
+    wandb = config.tracking.wandb
+    mode = resolve_mode(wandb)
+    if mode is WandbMode.disabled:
+        return "off" if wandb.mode is WandbMode.disabled else "off (no key found)"
+    return f"{mode.name}, project {wandb.project}"
+
+
+def count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,123 @@
+"""Which dataclass types each option of each config group.
+
+To add an option: write its dataclass in ``<component>/config.py``, add one line to ``SCHEMAS`` and one YAML file to
+``conf/<group>/`` whose defaults list starts with ``base_<schema>``. Everything else (errors with the nearest name,
+``--help``, completion, the stored config) follows from these two.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from hydra.core.config_store import ConfigStore
+
+from twinkle_research.checkpoint.config import CheckpointConfig
+from twinkle_research.dataset.config import DataConfig
+from twinkle_research.loss.config import CrossEntropyConfig
+from twinkle_research.model.config import LoraAdapterConfig, ModelConfig, NoAdapterConfig, TransformersBackendConfig
+from twinkle_research.tracking.config import TrackingConfig
+from twinkle_research.trainer.config import (
+    AdamConfig,
+    ConstantScheduleConfig,
+    DecayScheduleConfig,
+    LaunchConfig,
+    MuonConfig,
+    NoneConfig,
+    SftTrainerConfig,
+    SgdConfig,
+    TrainConfig,
+    WsdScheduleConfig,
+)
+
+BASE = "base_"  # prefix of schema names; such a name cannot be chosen as an option
+
+
+@dataclass(frozen=True)
+class Schema:
+    group: str
+    name: str
+    node: type
+
+
+SCHEMAS = (
+    Schema("model", "base_model", ModelConfig),
+    Schema("backend", "base_transformers", TransformersBackendConfig),
+    Schema("adapter", "base_none", NoAdapterConfig),
+    Schema("adapter", "base_lora", LoraAdapterConfig),
+    Schema("optimizer", "base_adam", AdamConfig),
+    Schema("optimizer", "base_sgd", SgdConfig),
+    Schema("optimizer", "base_muon", MuonConfig),
+    Schema("scheduler", "base_constant", ConstantScheduleConfig),
+    Schema("scheduler", "base_decay", DecayScheduleConfig),
+    Schema("scheduler", "base_wsd", WsdScheduleConfig),
+    Schema("loss", "base_cross_entropy", CrossEntropyConfig),
+    Schema("advantage", "base_none", NoneConfig),
+    Schema("trainer", "base_sft", SftTrainerConfig),
+    Schema("rollout", "base_none", NoneConfig),
+    Schema("sampler", "base_none", NoneConfig),
+    Schema("data", "base_data", DataConfig),
+    Schema("reward", "base_none", NoneConfig),
+    Schema("checkpoint", "base_checkpoint", CheckpointConfig),
+    Schema("tracking", "base_tracking", TrackingConfig),
+    Schema("launch", "base_launch", LaunchConfig),
+)
+
+GROUPS = tuple(dict.fromkeys(schema.group for schema in SCHEMAS))
+
+
+@cache
+def register() -> None:
+    """Makes the schemas known to Hydra, once."""
+    store = ConfigStore.instance()
+    store.store(name="base_train", node=TrainConfig)
+    for schema in SCHEMAS:
+        store.store(group=schema.group, name=schema.name, node=schema.node)
+
+
+def schema_of(group: str, node: type) -> Schema:
+    return next(s for s in SCHEMAS if s.group == group and s.node is node)
+
+
+def find_schema(group: str, name: str) -> Schema | None:
+    return next((s for s in SCHEMAS if s.group == group and s.name == name), None)
+
+
+def config_dir() -> Path:
+    """The repository's ``conf/``, or the copy inside an installed package."""
+    package = Path(__file__).resolve().parents[1]
+    repository = package.parent
+    if (repository / "train.py").is_file() and (repository / "conf" / "train.yaml").is_file():
+        return repository / "conf"
+    return package / "conf"
+
+
+def options(group: str) -> list[str]:
+    """Names that ``<group>=`` accepts, from the files in ``conf/``."""
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def leaves(node: type, prefix: str = "") -> dict[str, dataclasses.Field]:
+    """Dotted name -> field of every setting below a dataclass."""
+    found = {}
+    for field in dataclasses.fields(node):
+        inner = nested(field.type)
+        if inner is None:
+            found[prefix + field.name] = field
+        else:
+            found |= leaves(inner, f"{prefix}{field.name}.")
+    return found
+
+
+def nested(annotation: object) -> type | None:
+    """The dataclass behind ``X`` or ``Optional[X]``; None for a plain type."""
+    for candidate in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+    return None
+
+
+@cache
+def root_leaves() -> dict[str, dataclasses.Field]:
+    """Settings that stand outside every group: ``run_dir``, ``seed``, ..."""
+    return {name: field for name, field in leaves(TrainConfig).items() if name not in GROUPS}

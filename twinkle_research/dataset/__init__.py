@@ -1,0 +1,12 @@
+"""Rows from files, hubs and the built-in set. Names are resolved on first use."""
+
+_HOME = {"Dataset": "base", "DatasetMeta": "base", "build_datasets": "build", "preview": "preview"}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        import importlib
+
+        return getattr(importlib.import_module(f"twinkle_research.dataset.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,123 @@
+"""The layouts in which data sets store conversations, brought to one of two forms.
+
+``{"messages": [...], "tools": [...]}`` for conversations, ``{"prompt": str, "completion": str}`` for plain text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twinkle_research.errors import DataError, nearest
+from twinkle_research.template.messages import canonical_tool_calls, parse_json
+
+LAYOUTS = (
+    "messages; conversations (from/value); prompt + completion; instruction (+ input) + output; query + response; "
+    "question + answer"
+)
+
+_SHAREGPT_ROLES = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "function_call": "function_call", "observation": "tool", "tool": "tool", "function_response": "tool",
+}  # fmt: skip
+_QUESTION_ANSWER = (("query", "response"), ("question", "answer"), ("prompt", "response"))
+
+
+def to_trainable(row: dict[str, Any], prompt_only: bool = False) -> dict[str, Any]:
+    """The row in one of the two forms. ``prompt_only``: the answer may be missing.
+
+    Raises DataError (without the row's origin) where no layout fits or a part is missing.
+    """
+    out = _convert(row, prompt_only)
+    system = row.get("system")
+    if system and "messages" in out and out["messages"][0].get("role") != "system":
+        out["messages"] = [{"role": "system", "content": _text(row, "system")}, *out["messages"]]
+    if row.get("tools") and "messages" in out:
+        out["tools"] = row["tools"]
+    return out
+
+
+def _convert(row: dict[str, Any], prompt_only: bool) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"a row must be an object with keys, got {type(row).__name__}")
+    for key in ("messages", "conversations"):
+        if row.get(key) is not None:
+            return {"messages": _conversation(parse_json(row[key], key, list), key)}
+    if row.get("prompt") is not None and (prompt_only or row.get("completion") is not None):
+        return _prompt_completion(row)
+    if row.get("instruction") is not None:
+        _require(row, "output", "instruction", prompt_only)
+        question = _text(row, "instruction")
+        if row.get("input"):
+            question += "\n\n" + _text(row, "input")
+        return {"messages": _pair(row, question, "output")}
+    for question, answer in _QUESTION_ANSWER:
+        if row.get(question) is not None and (prompt_only or row.get(answer) is not None):
+            return {"messages": _pair(row, _text(row, question), answer)}
+    for question, answer in (("prompt", "completion"), *_QUESTION_ANSWER):
+        if row.get(question) is not None:
+            _require(row, answer, question, prompt_only)
+    keys = ", ".join(repr(k) for k in row) or "none"
+    raise DataError(f"no known layout (keys: {keys}). Known: {LAYOUTS}. Otherwise give a data.processor that returns one of them")
+
+
+def _require(row: dict[str, Any], key: str, other: str, prompt_only: bool) -> None:
+    if row.get(key) is None and not prompt_only:
+        raise DataError(f"{other!r} without {key!r}")
+
+
+def _prompt_completion(row: dict[str, Any]) -> dict[str, Any]:
+    prompt, completion = row["prompt"], row.get("completion")
+    if isinstance(prompt, str):
+        return {"prompt": prompt} if completion is None else {"prompt": prompt, "completion": _text(row, "completion")}
+    messages = _conversation(parse_json(prompt, "prompt", list), "prompt")
+    # What stands in the prompt is context, assistant turns included.
+    messages = [{**m, "weight": 0} if m.get("role") == "assistant" else m for m in messages]
+    if isinstance(completion, str):
+        messages.append({"role": "assistant", "content": completion})
+    elif completion is not None:
+        messages += _conversation(parse_json(completion, "completion", list), "completion")
+    return {"messages": messages}
+
+
+def _pair(row: dict[str, Any], question: str, answer: str) -> list[dict[str, Any]]:
+    messages = []
+    for i, turn in enumerate(row.get("history") or []):
+        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(t, str) for t in turn):
+            raise DataError(f"history[{i}] must be a pair of texts, [question, answer]")
+        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    messages.append({"role": "user", "content": question})
+    if row.get(answer) is not None:
+        messages.append({"role": "assistant", "content": _text(row, answer)})
+    return messages
+
+
+def _conversation(messages: list[Any], key: str) -> list[dict[str, Any]]:
+    if not messages:
+        raise DataError(f"{key!r} is empty")
+    return [_message(m, f"{key}[{i}]") for i, m in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    message = parse_json(message, where, dict)
+    if "role" in message or "from" not in message:
+        return message
+    role = _SHAREGPT_ROLES.get(message["from"])
+    if role is None:
+        raise DataError(f"{where}.from is {message['from']!r}; {nearest(str(message['from']), _SHAREGPT_ROLES)}")
+    value = message.get("value")
+    extra = {k: v for k, v in message.items() if k not in ("from", "value")}
+    if role == "function_call":
+        calls = (
+            parse_json(value, where + ".value", dict)
+            if not isinstance(value, list) and not str(value).lstrip().startswith("[")
+            else value
+        )
+        calls = canonical_tool_calls([calls] if isinstance(calls, dict) else calls, where + ".value")
+        return {**extra, "role": "assistant", "content": "", "tool_calls": calls}
+    return {**extra, "role": role, "content": value}
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    if not isinstance(row[key], str):
+        raise DataError(f"{key!r} must be text, got {type(row[key]).__name__}")
+    return row[key]

@@ -1,0 +1,28 @@
+"""Encoded rows as a person reads them, trained tokens coloured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from twinkle_research.data_format import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from twinkle_research.dataset.base import Dataset
+    from twinkle_research.template.base import Template
+
+
+def preview(dataset: Dataset, template: Template, n: int = 3) -> Text:
+    """The first ``n`` encoded rows. Trained tokens are bold green (and so visible without colour by their weight)."""
+    from rich.text import Text
+
+    out = Text()
+    for i in range(min(n, len(dataset))):
+        feature = dataset[i]
+        trained = sum(label != IGNORE_INDEX for label in feature["labels"])
+        out.append(f"{feature['row']}: {feature['length']} tokens, {trained} trained\n", style="bold cyan")
+        for piece, is_trained in template.trained_spans(feature):
+            out.append(piece, style="bold green" if is_trained else "dim")
+        out.append("\n\n")
+    return out

@@ -1,0 +1,174 @@
+"""The model interface: one trainer, one set of losses and one checkpoint format serve every backend.
+
+The names are Twinkle's. The trainer calls ``count``, ``forward_backward`` and ``clip_grad_and_step``; the seed's
+hand-written loops may also call the parts one by one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from twinkle_research.data_format import InputFeature
+from twinkle_research.errors import UserError
+
+if TYPE_CHECKING:
+    from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
+
+
+@dataclass
+class Result:
+    """What a call answers, locally and remotely alike: ``.result`` is a plain dict (or float)."""
+
+    result: Any
+
+    def model_dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class SaveResponse:
+    twinkle_path: str  # pass it to resume_from_checkpoint
+    checkpoint_dir: str
+
+    def __str__(self) -> str:
+        return self.twinkle_path
+
+
+@dataclass
+class TrainConfigs:
+    """What an adapter is trained with; ``model_dump()`` gives a dict for logs."""
+
+    model_id: str
+    adapter_name: str
+    adapter: dict[str, Any] | None
+    loss: str | None
+    optimizer: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+    gradient_accumulation_steps: int
+    trainable_parameters: int
+    total_parameters: int
+
+    def model_dump(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class NonFiniteLoss(UserError):
+    """The loss or the gradient norm of a step is NaN or infinite. Weights and optimizer are untouched."""
+
+    message: str
+    rows: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class TwinkleModel(ABC):
+    """Interface of all backends. ``adapter_name=None`` means the only adapter; ambiguous is an error."""
+
+    # --- set-up -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add_adapter_to_model(self, adapter_name: str, config_or_dir: Any, gradient_accumulation_steps: int = 1) -> None:
+        """``config_or_dir``: a peft LoraConfig, or a PEFT folder to start from."""
+
+    @abstractmethod
+    def set_template(self, template_cls: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def set_processor(self, processor_cls: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def set_loss(self, loss_cls: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def set_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def set_lr_scheduler(self, scheduler_cls: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def add_metric(self, metric_cls: Any, is_training: bool | None = None, **kwargs: Any) -> None: ...
+
+    # --- compute ------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def data_parallel(self) -> tuple[int, int]:
+        """(rank, size): which share of a global batch this process works on."""
+
+    @abstractmethod
+    def count(self, features: Sequence[InputFeature], adapter_name: str | None = None) -> int:
+        """The loss's normaliser over the shares of all data-parallel ranks. Collective."""
+
+    @abstractmethod
+    def forward_backward(
+        self, inputs: Sequence[InputFeature], normalizer: float | None = None, adapter_name: str | None = None, **loss_inputs: Any
+    ) -> Result:
+        """Adds the gradient of this rank's ``inputs``, cut into micro-batches by the processor.
+
+        With ``normalizer`` (the whole step's count) the loss is divided by it at once; with None sums and counts
+        accumulate and are divided at the optimizer step. ``.result`` has ``loss`` (of these inputs), ``num_tokens``
+        and ``logps`` (per row, aligned with labels; 0.0 where not trained).
+        """
+
+    @abstractmethod
+    def forward_only(self, inputs: Sequence[InputFeature], adapter_name: str | None = None, disable_lora: bool = False, **loss_inputs: Any) -> Result:
+        """The same result without gradient and with dropout off. ``disable_lora=True`` scores with the base."""
+
+    @abstractmethod
+    def clip_grad_and_step(self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None) -> None:
+        """Sums gradients over ranks, clips the global norm, steps optimizer and schedule, clears gradients.
+
+        With ``gradient_accumulation_steps=G`` only each G-th call applies. Raises NonFiniteLoss before anything
+        has changed.
+        """
+
+    @abstractmethod
+    def finish_window(self, max_grad_norm: float | None = 1.0, adapter_name: str | None = None) -> None:
+        """Applies a last, shorter accumulation window. Does nothing when none is open."""
+
+    @abstractmethod
+    def calculate_metric(self, is_training: bool, adapter_name: str | None = None) -> Result:
+        """Metrics since the last call: ``loss``, ``grad_norm``, ``lr``, ``tokens`` and the loss's own. Collective."""
+
+    @abstractmethod
+    def get_train_configs(self, adapter_name: str | None = None) -> TrainConfigs: ...
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def save_state(self, writer: CheckpointWriter, save_optimizer: bool = True) -> dict[str, Any]:
+        """Streams weights (``model/`` or ``adapter/``) and ``optimizer/`` into an open checkpoint. Returns the
+        JSON-able rest (step counters, schedule, open window) for trainer_state.json. Collective."""
+
+    @abstractmethod
+    def load_state(self, reader: CheckpointReader, state: dict[str, Any] | None, load_optimizer: bool = True) -> None:
+        """Inverse of save_state, from a checkpoint of any backend and layout."""
+
+    @abstractmethod
+    def get_state_dict(self, adapter_name: str | None = None) -> dict[str, Any]:
+        """Trainable tensors under Hugging Face (or PEFT) names."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterable[tuple[str, Any]]:
+        """Streams (Hugging Face name, full tensor) of the effective weights, adapter merged. Collective."""
+
+    @abstractmethod
+    def save(
+        self, name: str | None = None, output_dir: str = "output", save_optimizer: bool = False, consumed_train_samples: int = 0,
+        adapter_name: str | None = None,
+    ) -> SaveResponse: ...
+
+    @abstractmethod
+    def load(self, name: str, output_dir: str = "output", load_optimizer: bool = False, adapter_name: str | None = None) -> None: ...
+
+    @abstractmethod
+    def resume_from_checkpoint(self, checkpoint_dir: Any, resume_only_model: bool = False, adapter_name: str | None = None) -> dict[str, Any]:
+        """Returns ``cur_step``, ``consumed_train_samples`` and ``gradient_accumulation_steps``."""
+
+    @abstractmethod
+    def upload_to_hub(self, checkpoint_dir: Any, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True) -> None: ...

@@ -1,0 +1,100 @@
+"""Dropout whose masks are a function of (seed, step, sample, module), not of a generator's state.
+
+The same row in the same step gets the same mask whatever the micro-batch, the padding, the rank, gradient
+checkpointing or a resume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from twinkle_research.errors import UserError
+from twinkle_research.randomness import derive_seed
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """Where the tokens of one micro-batch lie and what names their masks."""
+
+    step: int
+    shape: tuple[int, int]  # rows, positions
+    rows: tuple[tuple[slice, int], ...]  # per row: its positions that hold tokens, its sample index in the step
+
+
+@dataclass
+class DropoutState:
+    """Shared by all KeyedDropout modules of a model; ``key`` is set before each forward and each backward."""
+
+    seed: int
+    key: DropoutKey | None = field(default=None)
+
+
+class KeyedDropout(nn.Module):
+    """In place of nn.Dropout. Takes [B, T, ...] or [B * T, ...] inputs of the micro-batch that ``state.key`` describes."""
+
+    def __init__(self, p: float, name: str, state: DropoutState) -> None:
+        super().__init__()
+        self.p = p
+        self.name = name
+        self.state = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        key = self.state.key
+        if key is None:
+            raise UserError(f"dropout of {self.name} ran in training mode outside forward_backward: its mask has no key")
+        if x.shape[:2] != key.shape and x.shape[0] != key.shape[0] * key.shape[1]:
+            raise UserError(
+                f"dropout of {self.name} cannot be keyed: its input {tuple(x.shape)} is not laid out by row and position "
+                f"{key.shape}; set the dropout to 0 or leave this module out"
+            )
+        return x * self._mask(x, key)
+
+    def _mask(self, x: Tensor, key: DropoutKey) -> Tensor:
+        features = x.shape[2:] if x.shape[:2] == key.shape else x.shape[1:]
+        mask = torch.ones(*key.shape, *features, dtype=x.dtype, device=x.device)
+        generator = torch.Generator(device=x.device)
+        for row, (where, sample) in enumerate(key.rows):
+            generator.manual_seed(derive_seed(self.state.seed, "dropout", key.step, sample, self.name))
+            tokens = where.stop - where.start
+            draw = torch.rand(tokens, *features, generator=generator, device=x.device)
+            mask[row, where] = (draw >= self.p).to(x.dtype).div_(1.0 - self.p)
+        return mask.view(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, name={self.name}"
+
+
+def key_dropout(model: nn.Module, state: DropoutState) -> list[str]:
+    """Replaces every nn.Dropout with p > 0 by a KeyedDropout; returns their names.
+
+    Dropout inside a fused attention kernel, or applied by a function, cannot be keyed: ``unkeyed_dropout`` finds it.
+    """
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    for name, module in found:
+        parent, _, child = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        keyed = KeyedDropout(module.p, name, state)
+        keyed.train(module.training)
+        if isinstance(owner, (nn.ModuleDict, nn.ModuleList, nn.Sequential)):
+            owner._modules[child] = keyed
+        else:
+            setattr(owner, child, keyed)
+    return [name for name, _ in found]
+
+
+def zero_functional_dropout(model: nn.Module) -> list[str]:
+    """Sets dropout rates that modules keep as plain numbers (attention, F.dropout) to 0; returns which were not."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Dropout, KeyedDropout)):
+            continue
+        for attribute, value in vars(module).items():
+            if "drop" in attribute and isinstance(value, float) and value > 0:
+                setattr(module, attribute, 0.0)
+                found.append(f"{name}.{attribute}" if name else attribute)
+    return found

@@ -1,0 +1,257 @@
+"""What a model is, read without torch: from config.json and the JSON headers of its safetensors files.
+
+The run plan and the second stage of validation stand on this: parameter counts, dimensions, module names. Only
+header bytes are read, and no file outside the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinkle_research.errors import ConfigError, nearest
+from twinkle_research.model.config import ArchitectureConfig
+
+ALL_LINEAR = "all-linear"
+_DENSE = ("llama", "qwen2", "qwen3")
+_EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "tok_embeddings", "position_embeddings")
+_HEADS = ("lm_head", "embed_out", "output_layer")
+# Parts of multimodal and multi-token-prediction checkpoints that a causal language model does not load.
+_OTHER_PARTS = {"visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "mtp"}
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about the language model in a folder (or shipped, see ArchitectureConfig).
+
+    ``parameters`` counts a tied embedding once; ``embedding_parameters`` are those of token embedding and, where it
+    is not tied, output head. ``modules`` are all modules that own a weight, under their on-disk names, head included;
+    ``linear_modules`` the last name parts of those that ``all-linear`` stands for. ``weight_bytes`` is the size on disk.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    tied_embeddings: bool
+    parameters: int
+    embedding_parameters: int
+    linear_shapes: tuple[tuple[int, int], ...]  # of every linear module that all-linear stands for
+    linear_modules: tuple[str, ...]
+    modules: tuple[str, ...]
+    weight_bytes: int
+
+    def unknown_modules(self, targets: Iterable[str]) -> list[str]:
+        """Those of ``targets`` that name no module. A target names a whole module path or the end of one (PEFT's rule)."""
+        return [t for t in targets if t != ALL_LINEAR and not self.matching(t)]
+
+    def matching(self, target: str) -> list[str]:
+        return [name for name in self.modules if name == target or name.endswith("." + target)]
+
+    def hint(self, target: str) -> str:
+        """The nearest valid name for an unknown target."""
+        return nearest(target, sorted({name.rsplit(".", 1)[-1] for name in self.modules} | {ALL_LINEAR}))
+
+
+def read_facts(source: str | Path | ArchitectureConfig) -> Facts:
+    """Facts of a Hugging Face folder or of a shipped architecture. Raises ConfigError naming the file that is wrong."""
+    if isinstance(source, ArchitectureConfig):
+        return _facts_of_architecture(source)
+    folder = Path(source)
+    config = read_json(folder / "config.json")
+    headers = _read_headers(folder)
+    return _facts_of_folder(config, headers)
+
+
+def linear_module_names(source: str | Path | ArchitectureConfig) -> tuple[str, ...]:
+    """Names that ``all-linear`` stands for, e.g. ("down_proj", ..., "v_proj"); the output head is not among them."""
+    return read_facts(source).linear_modules
+
+
+# --- shipped architectures ------------------------------------------------------------------------------------------
+
+
+def tensor_shapes(arch: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face parameter names and shapes of a dense Llama, Qwen2 or Qwen3 model, in the order of the layers."""
+    if arch.model_type not in _DENSE:
+        raise ConfigError(f"model.architecture.model_type={arch.model_type!r}: {nearest(arch.model_type, _DENSE)}")
+    hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, hidden)}
+    for layer in range(arch.num_layers):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        for name, rows in (("q_proj", heads), ("k_proj", kv), ("v_proj", kv)):
+            shapes[f"{prefix}.self_attn.{name}.weight"] = (rows, hidden)
+            if arch.model_type == "qwen2":
+                shapes[f"{prefix}.self_attn.{name}.bias"] = (rows,)
+        shapes[f"{prefix}.self_attn.o_proj.weight"] = (hidden, heads)
+        if arch.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (arch.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (arch.head_dim,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.mlp.gate_proj.weight"] = (arch.intermediate_size, hidden)
+        shapes[f"{prefix}.mlp.up_proj.weight"] = (arch.intermediate_size, hidden)
+        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, arch.intermediate_size)
+    shapes["model.norm.weight"] = (hidden,)
+    if not arch.tied_embeddings:
+        shapes["lm_head.weight"] = (arch.vocab_size, hidden)
+    return shapes
+
+
+def _facts_of_architecture(arch: ArchitectureConfig) -> Facts:
+    shapes = tensor_shapes(arch)
+    return Facts(
+        model_type=arch.model_type, vocab_size=arch.vocab_size, hidden_size=arch.hidden_size,
+        intermediate_size=arch.intermediate_size, num_layers=arch.num_layers, num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, max_positions=arch.max_positions,
+        tied_embeddings=arch.tied_embeddings, weight_bytes=0, **_count(shapes, arch.tied_embeddings),
+    )  # fmt: skip
+
+
+# --- folders --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Headers:
+    shapes: dict[str, tuple[int, ...]]
+    bytes: int
+
+
+def _facts_of_folder(config: dict[str, Any], headers: _Headers) -> Facts:
+    text = config.get("text_config") or config  # multimodal models nest the language model's settings
+    shapes = {name: shape for name, shape in headers.shapes.items() if not _OTHER_PARTS & set(name.split("."))}
+    flag = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    tied = bool(flag) if flag is not None else not any(_module(name)[1] in _HEADS for name in shapes)
+
+    def number(*names: str, default: int = 0) -> int:
+        return next((int(text[name]) for name in names if isinstance(text.get(name), int)), default)
+
+    hidden, heads = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head")
+    return Facts(
+        model_type=str(config.get("model_type", "unknown")),
+        vocab_size=number("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size", "n_inner", "ffn_dim"),
+        num_layers=number("num_hidden_layers", "n_layer"),
+        num_heads=heads,
+        num_kv_heads=number("num_key_value_heads", default=heads),
+        head_dim=number("head_dim", default=hidden // heads if heads else 0),
+        max_positions=number("max_position_embeddings", "n_positions"),
+        tied_embeddings=tied,
+        weight_bytes=headers.bytes,
+        **_count(shapes, tied),
+    )
+
+
+def _module(tensor: str) -> tuple[str, str]:
+    """(module path, its last part) that owns a tensor."""
+    path = tensor.rsplit(".", 1)[0]
+    return path, path.rsplit(".", 1)[-1]
+
+
+def _count(shapes: Shapes, tied: bool) -> dict[str, Any]:
+    """Parameter counts and module names out of tensor names and shapes."""
+    modules, linear, linear_shapes = [], set(), []
+    parameters = embedding = 0
+    for tensor, shape in shapes.items():
+        path, last = _module(tensor)
+        if tied and last in _HEADS:
+            continue  # some checkpoints hold the tied matrix twice
+        modules.append(path)
+        parameters += math.prod(shape)
+        if last in _EMBEDDINGS or last in _HEADS:
+            embedding += math.prod(shape)
+        elif len(shape) == 2 and tensor.endswith(".weight"):
+            linear.add(last)
+            linear_shapes.append((shape[0], shape[1]))
+    if tied:
+        modules.append("lm_head")
+    return {
+        "parameters": parameters, "embedding_parameters": embedding, "linear_shapes": tuple(sorted(linear_shapes)),
+        "linear_modules": tuple(sorted(linear)), "modules": tuple(sorted(set(modules))),
+    }  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: not found; a model folder needs config.json and safetensors weights") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the weight files: model.safetensors, or those of the index. A name that leaves the folder is refused."""
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        others = [p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth", ".gguf")]
+        found = f"; {others[0]} is not read (weights must be safetensors)" if others else ""
+        raise ConfigError(f"{folder}: no model.safetensors and no model.safetensors.index.json{found}")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index}: 'weight_map' is missing or empty")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ConfigError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
+    return sorted(set(weight_map.values()))
+
+
+def _read_headers(folder: Path) -> _Headers:
+    shapes: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for name in _weight_files(folder):
+        path = folder / name
+        header = read_safetensors_header(path)
+        size += path.stat().st_size
+        shapes.update({tensor: tuple(entry["shape"]) for tensor, entry in header.items()})
+    return _Headers(shapes, size)
+
+
+def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {"dtype", "shape", "data_offsets"}; only the header's bytes are read, and they are checked."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+            if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise ConfigError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: named in the index but not there") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: damaged safetensors header ({error})") from None
+    if not isinstance(header, dict):
+        raise ConfigError(f"{path}: damaged safetensors header (not an object)")
+    header.pop("__metadata__", None)
+    end = 8 + length
+    for tensor, entry in header.items():
+        shape, offsets = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
+        if not _integers(shape) or not _integers(offsets) or len(offsets) != 2:
+            raise ConfigError(f"{path}: damaged safetensors header at tensor {tensor!r}")
+        if end + offsets[1] > size:
+            raise ConfigError(f"{path}: cut short: tensor {tensor!r} ends at byte {end + offsets[1]}, the file at {size}")
+    return header
+
+
+def _integers(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)

@@ -1,0 +1,308 @@
+"""Log-probabilities of labels from hidden states, without ever holding the logits of all positions.
+
+The vocabulary projection runs in chunks of positions, and only at positions that have a label. Independent of
+transformers: every backend that has hidden states and a projection matrix can use it.
+
+Notation: N labelled positions, D hidden size, V vocabulary. z = softcap(scale * (h W^T + b)), p = softmax(z).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OUTPUTS = ("logprobs", "entropy", "logsumexp", "mean_logprobs")
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What an architecture does between its projection and its softmax.
+
+    ``scale`` multiplies the logits (Cohere, Granite), ``softcap`` c maps them to c * tanh(z / c) (Gemma 2).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass
+class HeadScores:
+    """Values at the N labelled positions, float32 (float64 for a float64 model). None where not asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    mean_logprobs: Tensor | None = None
+
+
+def score_labels(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    transform: LogitTransform = LogitTransform(),
+    needs: frozenset[str] = frozenset(),
+    chunk: int = 512,
+    logprob_gradient_N: Tensor | None = None,
+) -> HeadScores:
+    """Log-probability of each label, and what ``needs`` names of OUTPUTS, differentiable in hidden, weight and bias.
+
+    At most ``chunk`` positions' logits exist at one time. What it costs in projections of N positions, full logits
+    with autograd costing 2 for a frozen weight and 3 for a trained one:
+    frozen: 2 (the derivative by the hidden state is formed beside the forward pass; entropy costs one more);
+    trained: 3 if N <= chunk or if ``logprob_gradient_N`` was right, else up to 4, as the logits are made again.
+
+    ``logprob_gradient_N``: the derivative of the loss by the log-probabilities, where it is known beforehand (cross
+    entropy). It only saves work: where it turns out to be wrong the exact gradient is computed.
+    Labels must lie in [0, V); the caller checks that.
+    """
+    unknown = set(needs) - set(OUTPUTS)
+    if unknown:
+        raise ValueError(f"unknown head output {sorted(unknown)[0]!r}; valid: {', '.join(OUTPUTS)}")
+    needs = frozenset(needs) | {"logprobs"}
+    settings = _Settings(transform, tuple(name for name in OUTPUTS if name in needs), chunk)
+    values = _ScoreLabels.apply(hidden_ND, weight_VD, bias_V, labels_N, logprob_gradient_N, settings)
+    return HeadScores(**dict(zip(settings.outputs, values, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Settings:
+    transform: LogitTransform
+    outputs: tuple[str, ...]
+    chunk: int
+
+    def spans(self, n: int) -> list[tuple[int, int]]:
+        return [(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
+
+
+@dataclass
+class _Chunk:
+    """One chunk after its softmax. ``slope`` is d softcap(u)/du, None where there is no softcap."""
+
+    p: Tensor  # [C, V]
+    logp: Tensor | None  # [C, V], only for the entropy
+    slope: Tensor | None  # [C, V]
+    values: dict[str, Tensor]  # name -> [C]
+
+
+class _Projection:
+    """The projection of one call, and its buffers (one chunk of logits each, used again for every chunk)."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: _Settings):
+        self.hidden, self.weight, self.bias, self.labels, self.settings = hidden, weight, bias, labels, settings
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.low_precision = hidden.dtype != self.dtype
+        self._buffer: Tensor | None = None
+
+    def softmax(self, start: int, stop: int) -> _Chunk:
+        z = self._logits(self.hidden[start:stop])
+        slope = None
+        cap = self.settings.transform.softcap
+        if cap is not None:
+            z.div_(cap).tanh_()
+            slope = 1 - z * z
+            z.mul_(cap)
+        y = self.labels[start:stop, None]
+        wanted = self.settings.outputs
+        top = z.amax(-1, keepdim=True)
+        z.sub_(top)
+        at_label = z.gather(-1, y).squeeze(-1)
+        mean = z.mean(-1) if "mean_logprobs" in wanted else None
+        logp = z.clone() if "entropy" in wanted else None
+        z.exp_()
+        total = z.sum(-1, keepdim=True)
+        log_total = total.log().squeeze(-1)
+        p = z.div_(total)
+        values = {"logprobs": at_label - log_total}
+        if "logsumexp" in wanted:
+            values["logsumexp"] = top.squeeze(-1) + log_total
+        if mean is not None:
+            values["mean_logprobs"] = mean - log_total
+        if logp is not None:
+            logp.sub_(log_total[:, None])
+            values["entropy"] = -(p * logp).sum(-1)
+        return _Chunk(p, logp, slope, values)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self._buffer is None:
+            rows = min(self.settings.chunk, len(self.hidden))
+            self._buffer = torch.empty(rows, len(self.weight), dtype=self.dtype, device=hidden.device)
+        z = self._buffer[: len(hidden)]
+        if self.low_precision:
+            z.copy_(hidden @ self.weight.t())
+        else:
+            torch.mm(hidden, self.weight.t(), out=z)
+        if self.bias is not None:
+            z.add_(self.bias)
+        if self.settings.transform.scale != 1.0:
+            z.mul_(self.settings.transform.scale)
+        return z
+
+    def free(self) -> None:
+        self._buffer = None
+
+    def back(self, d_logits: Tensor, slope: Tensor | None) -> Tensor:
+        """From the derivative by z to that by h W^T + b, in the dtype of the matrix products. In place."""
+        if slope is not None:
+            d_logits.mul_(slope)
+        if self.settings.transform.scale != 1.0:
+            d_logits.mul_(self.settings.transform.scale)
+        return d_logits.to(self.hidden.dtype)
+
+    def jacobians(self, chunk: _Chunk, start: int, stop: int) -> dict[str, Tensor]:
+        """d output / d hidden of each position, [C, D] for each output. Uses up ``chunk``.
+
+        Formed from onehot - p, not as W[y] - pW, which would cancel in low precision when p[y] is near 1.
+        """
+        y = self.labels[start:stop, None]
+        wanted = self.settings.outputs
+        result = {}
+        if "entropy" in wanted:  # dH/dz = -p (log p + H)
+            d_entropy = chunk.logp.add_(chunk.values["entropy"][:, None]).mul_(chunk.p).neg_()
+            result["entropy"] = self.back(d_entropy, chunk.slope) @ self.weight
+        d_logprobs = chunk.p.neg_()
+        d_logprobs.scatter_add_(-1, y, torch.ones_like(y, dtype=self.dtype))
+        result["logprobs"] = self.back(d_logprobs, chunk.slope) @ self.weight
+        if "logsumexp" in wanted or "mean_logprobs" in wanted:
+            scale = self.settings.transform.scale
+            label_slope = scale if chunk.slope is None else scale * chunk.slope.gather(-1, y)
+            by_logsumexp = label_slope * self.weight[y.squeeze(-1)].to(self.dtype) - result["logprobs"]
+            if "logsumexp" in wanted:
+                result["logsumexp"] = by_logsumexp
+            if "mean_logprobs" in wanted:
+                result["mean_logprobs"] = self._mean_logit_jacobian(chunk.slope) - by_logsumexp
+        return result
+
+    def _mean_logit_jacobian(self, slope: Tensor | None) -> Tensor:
+        scale = self.settings.transform.scale
+        if slope is None:
+            return scale * self.weight.mean(0, keepdim=True, dtype=self.dtype)
+        return scale / len(self.weight) * (slope.to(self.hidden.dtype) @ self.weight).to(self.dtype)
+
+    def logit_gradient(self, chunk: _Chunk, gradients: dict[str, Tensor], start: int, stop: int) -> Tensor:
+        """The loss's derivative by h W^T + b, [C, V], from those by the outputs, [C]. Uses up ``chunk``.
+
+        dlogp[y]/dz = onehot - p;  dlogsumexp/dz = p;  dmean/dz = 1/V - p;  dH/dz = -p (log p + H)
+        """
+        by_p = torch.zeros(stop - start, dtype=self.dtype, device=self.hidden.device)
+        at_label, everywhere = gradients.get("logprobs"), gradients.get("mean_logprobs")
+        for name, sign in (("logprobs", -1), ("logsumexp", 1), ("mean_logprobs", -1)):
+            if name in gradients:
+                by_p = by_p + sign * gradients[name]
+        d_logits = chunk.p
+        if "entropy" in gradients:
+            g = gradients["entropy"]
+            by_p = by_p - g * chunk.values["entropy"]
+            d_logits.mul_(chunk.logp.mul_(-g[:, None]).add_(by_p[:, None]))
+        else:
+            d_logits.mul_(by_p[:, None])
+        if everywhere is not None:
+            d_logits.add_(everywhere[:, None] / len(self.weight))
+        if at_label is not None:
+            d_logits.scatter_add_(-1, self.labels[start:stop, None], at_label[:, None])
+        return self.back(d_logits, chunk.slope)
+
+
+class _Accumulator:
+    """Gradients of hidden, weight and bias, summed over the chunks."""
+
+    def __init__(self, projection: _Projection, needed: tuple[bool, bool, bool]):
+        self.projection = projection
+        hidden, weight, bias = projection.hidden, projection.weight, projection.bias
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=projection.dtype) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=projection.dtype) if needed[2] and bias is not None else None
+
+    def add(self, d_logits: Tensor, start: int, stop: int) -> None:
+        hidden = self.projection.hidden[start:stop]
+        if self.hidden is not None:
+            torch.mm(d_logits, self.projection.weight, out=self.hidden[start:stop])
+        if self.weight is not None and self.projection.low_precision:
+            self.weight += d_logits.t() @ hidden
+        elif self.weight is not None:
+            self.weight.addmm_(d_logits.t(), hidden)
+        if self.bias is not None:
+            self.bias += d_logits.sum(0, dtype=self.bias.dtype)
+
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight, bias = self.projection.weight, self.projection.bias
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None else self.bias.to(bias.dtype),
+        )
+
+
+class _ScoreLabels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, known_gradient, settings: _Settings):
+        projection = _Projection(hidden, weight, bias, labels, settings)
+        needed = ctx.needs_input_grad[:3]
+        trained = needed[1] or needed[2]
+        ctx.projection, ctx.needed, ctx.known, ctx.kept = projection, needed, None, None
+        ctx.jacobians = {} if needed[0] and not trained else None
+        known = None
+        if trained and known_gradient is not None and settings.outputs == ("logprobs",):
+            known = _Accumulator(projection, needed)
+            ctx.known = (known_gradient, known)
+        outputs = {name: hidden.new_empty(len(hidden), dtype=projection.dtype) for name in settings.outputs}
+        for start, stop in settings.spans(len(hidden)):
+            chunk = projection.softmax(start, stop)
+            for name, values in outputs.items():
+                values[start:stop] = chunk.values[name]
+            if ctx.jacobians is not None:
+                for name, jacobian in projection.jacobians(chunk, start, stop).items():
+                    ctx.jacobians.setdefault(name, hidden.new_empty(hidden.shape, dtype=jacobian.dtype))[start:stop] = jacobian
+            elif known is not None:
+                gradient = {"logprobs": known_gradient[start:stop].to(projection.dtype)}
+                known.add(projection.logit_gradient(chunk, gradient, start, stop), start, stop)
+            elif trained:
+                ctx.kept = chunk  # the last one needs no second pass
+        if ctx.kept is None:
+            projection.free()
+        ctx.versions = _versions(projection)
+        return tuple(outputs.values())
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        projection: _Projection = ctx.projection
+        if _versions(projection) != ctx.versions:
+            raise RuntimeError("hidden states or head weights were changed in place between forward and backward")
+        if ctx.jacobians is not None:
+            return _hidden_gradient(ctx.jacobians, projection, gradients), None, None, None, None, None
+        known, ctx.known = ctx.known, None
+        if known is not None and gradients[0] is not None and torch.equal(gradients[0], known[0]):
+            return *known[1].result(), None, None, None
+        del known
+        named = {name: g for name, g in zip(projection.settings.outputs, gradients, strict=True) if g is not None}
+        sums = _Accumulator(projection, ctx.needed)
+        kept, ctx.kept = ctx.kept, None
+        for start, stop, chunk in _chunks_backwards(projection, kept):
+            part = {name: g[start:stop] for name, g in named.items()}
+            sums.add(projection.logit_gradient(chunk, part, start, stop), start, stop)
+        projection.free()
+        return *sums.result(), None, None, None
+
+
+def _chunks_backwards(projection: _Projection, kept: _Chunk | None) -> Iterator[tuple[int, int, _Chunk]]:
+    for start, stop in reversed(projection.settings.spans(len(projection.hidden))):
+        chunk, kept = kept or projection.softmax(start, stop), None
+        yield start, stop, chunk
+
+
+def _hidden_gradient(jacobians: dict[str, Tensor], projection: _Projection, gradients) -> Tensor:
+    total = None
+    for name, gradient in zip(projection.settings.outputs, gradients, strict=True):
+        if gradient is not None:
+            part = jacobians[name] * gradient[:, None]
+            total = part if total is None else total.add_(part)
+    return total.to(projection.hidden.dtype) if total is not None else torch.zeros_like(projection.hidden)
+
+
+def _versions(projection: _Projection) -> tuple[int, ...]:
+    tensors = (projection.hidden, projection.weight, projection.bias)
+    return tuple(tensor._version for tensor in tensors if tensor is not None)

@@ -1,0 +1,207 @@
+"""torch's optimizers over float32 master weights, with named and streamable state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle_research.errors import CheckpointError, ConfigError, nearest
+from twinkle_research.model.gradients import is_low_precision
+
+# torch's name of a state tensor -> its name in a checkpoint
+SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
+
+# kind -> its options and their defaults (torch's; the learning rate's is Twinkle's)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "adam": {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "sgd": {"lr": 1e-5, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+    "muon": {
+        "lr": 1e-3, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.0,
+        "adamw_lr": 1e-5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8,
+    },
+}  # fmt: skip
+ALIASES = {"default": "adamw"}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    kind: str
+    options: dict[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.kind, **self.options}
+
+    @property
+    def lr(self) -> float:
+        return self.options["lr"]
+
+
+def optimizer_spec(optimizer: Any, **options: Any) -> OptimizerSpec:
+    """From an optimizer config, a name ("AdamW", "adam", "default") or a class of torch.optim of that name.
+
+    Raises ConfigError for an unknown name, option or an impossible value.
+    """
+    if isinstance(optimizer, OptimizerSpec):
+        return optimizer
+    if is_dataclass(optimizer):
+        options = {key: value for key, value in asdict(optimizer).items() if key != "name"}
+        optimizer = optimizer.name
+    name = optimizer if isinstance(optimizer, str) else optimizer.__name__
+    kind = ALIASES.get(name.lower(), name.lower())
+    if kind not in OPTIONS:
+        raise ConfigError(f"unknown optimizer {name!r}; {nearest(name.lower(), [*OPTIONS, *ALIASES])}")
+    for option in options:
+        if option not in OPTIONS[kind]:
+            raise ConfigError(f"optimizer {kind} has no option {option!r}; {nearest(option, OPTIONS[kind])}")
+    values = OPTIONS[kind] | options
+    for option in ("betas", "adamw_betas"):
+        if option in values:
+            values[option] = _check_betas(option, values[option])
+    for option in ("lr", "adamw_lr", "eps", "adamw_eps", "weight_decay", "momentum"):
+        if option in values and not 0.0 <= float(values[option]) < float("inf"):
+            raise ConfigError(f"optimizer.{option} must be finite and >= 0, got {values[option]}")
+    return OptimizerSpec(kind, values)
+
+
+def _check_betas(option: str, betas: Iterable[float]) -> tuple[float, float]:
+    betas = tuple(float(beta) for beta in betas)
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ConfigError(f"optimizer.{option} must be two numbers in [0, 1), got {list(betas)}")
+    return betas
+
+
+class Optimizer:
+    """Updates named parameters from named gradients.
+
+    A bfloat16 or float16 parameter has a float32 master, which takes the updates; the parameter is its rounded copy.
+    Weight decay applies to tensors of two or more dimensions only, so not to norms and biases.
+    ``hidden_matrices``: names of the parameters that Muon orthogonalises; it uses AdamW for the others.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, hidden_matrices: Iterable[str] = ()) -> None:
+        self.spec = spec
+        self.parameters = dict(parameters)
+        self.masters: dict[str, nn.Parameter] = {
+            name: nn.Parameter(p.detach().float()) if is_low_precision(p) else p for name, p in self.parameters.items()
+        }
+        self.steps_done = 0
+        self._parts = self._build(frozenset(hidden_matrices))
+        self._part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
+
+    def _build(self, hidden_matrices: frozenset[str]) -> list[torch.optim.Optimizer]:
+        o = self.spec.options
+        masters = self.masters
+        if self.spec.kind != "muon":
+            classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+            keyword = {key: value for key, value in o.items() if key not in ("lr", "weight_decay")}
+            return [classes[self.spec.kind](_decay_groups(masters.values(), o["lr"], o["weight_decay"]), fused=True, **keyword)]
+        matrices = [p for name, p in masters.items() if name in hidden_matrices]
+        others = [p for name, p in masters.items() if name not in hidden_matrices]
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            keyword = {key: o[key] for key in ("momentum", "nesterov", "ns_steps")}
+            parts.append(torch.optim.Muon(_decay_groups(matrices, o["lr"], o["weight_decay"]), **keyword))
+        if others:
+            groups = _decay_groups(others, o["adamw_lr"], o["weight_decay"])
+            parts.append(torch.optim.AdamW(groups, betas=o["adamw_betas"], eps=o["adamw_eps"], fused=True))
+        return parts
+
+    def step(self, gradients: Mapping[str, Tensor], multiplier: float = 1.0) -> None:
+        """One update at ``multiplier`` times the peak learning rate."""
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
+        for part in self._parts:
+            for group in part.param_groups:
+                group["lr"] = group["peak_lr"] * multiplier
+            part.step()
+        self.steps_done += 1
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.grad = None
+        self._round_masters()
+
+    def _round_masters(self) -> None:
+        low = [name for name, master in self.masters.items() if master is not self.parameters[name]]
+        if low:
+            with torch.no_grad():
+                torch._foreach_copy_([self.parameters[name] for name in low], [self.masters[name] for name in low])
+
+    def reset_masters(self) -> None:
+        """Takes the parameters' present values as the truth: after weights were loaded without optimizer state."""
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master is not self.parameters[name]:
+                    master.copy_(self.parameters[name])
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def slots(self, name: str) -> list[str]:
+        """Names of the checkpoint tensors that belong to parameter ``name`` now."""
+        master = self.masters[name]
+        slots = ["master"] if master is not self.parameters[name] else []
+        state = self._part_of[id(master)].state.get(master, {})
+        return slots + [SLOTS[key] for key in SLOTS if isinstance(state.get(key), Tensor)]
+
+    def tensor(self, name: str, slot: str) -> Tensor:
+        master = self.masters[name]
+        if slot == "master":
+            return master.detach()
+        return self._part_of[id(master)].state[master][_torch_key(slot)]
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(parameter name, slot, tensor) of everything but ``steps_done``."""
+        for name in self.parameters:
+            for slot in self.slots(name):
+                yield name, slot, self.tensor(name, slot)
+
+    def expected_slots(self, name: str) -> list[str]:
+        """The slots that a state saved after at least one step has for ``name`` under this optimizer."""
+        master = self.masters[name]
+        part = self._part_of[id(master)]
+        slots = ["master"] if master is not self.parameters[name] else []
+        if isinstance(part, (torch.optim.AdamW, torch.optim.Adam)):
+            return [*slots, "exp_avg", "exp_avg_sq"]
+        return [*slots, "momentum"] if part.param_groups[0].get("momentum") else slots
+
+    def load(self, name: str, slots: Mapping[str, Tensor], steps_done: int) -> None:
+        """Puts one parameter's state back. Raises CheckpointError where a slot is missing, unknown or misshapen."""
+        expected = self.expected_slots(name) if steps_done else [s for s in self.expected_slots(name) if s == "master"]
+        if set(slots) != set(expected):
+            raise CheckpointError(
+                f"the optimizer state of {name} has {sorted(slots) or 'nothing'}, but {self.spec.kind} needs {sorted(expected)}: "
+                "it was written by another optimizer. Start from its weights only, or use the optimizer that wrote it."
+            )
+        master = self.masters[name]
+        for slot, tensor in slots.items():
+            if tensor.shape != master.shape:
+                raise CheckpointError(f"{name}.{slot} has shape {tuple(tensor.shape)}, the parameter {tuple(master.shape)}")
+        if "master" in slots:
+            with torch.no_grad():
+                master.copy_(slots["master"])
+                self.parameters[name].copy_(master)
+        part = self._part_of[id(master)]
+        state = {_torch_key(slot): tensor.to(master, copy=True) for slot, tensor in slots.items() if slot != "master"}
+        if state and "exp_avg" in state:
+            # torch keeps the count of a fused optimizer beside the parameter
+            state["step"] = torch.tensor(float(steps_done), dtype=torch.float32, device=master.device)
+        if state:
+            part.state[master] = state
+        self.steps_done = steps_done
+
+
+def _torch_key(slot: str) -> str:
+    return next(key for key, name in SLOTS.items() if name == slot)
+
+
+def _decay_groups(parameters: Iterable[nn.Parameter], lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """One group with and one without weight decay; ``peak_lr`` is what schedules multiply."""
+    parameters = list(parameters)
+    decayed = [p for p in parameters if p.ndim >= 2]
+    others = [p for p in parameters if p.ndim < 2]
+    groups = [(decayed, weight_decay), (others, 0.0)]
+    return [{"params": ps, "lr": lr, "peak_lr": lr, "weight_decay": wd} for ps, wd in groups if ps]

@@ -1,0 +1,234 @@
+"""LoRA by PEFT: checks before anything is built, keyed initial values, names on disk, effective weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from twinkle_research.errors import CheckpointError, ConfigError, nearest
+from twinkle_research.model.config import LoraAdapterConfig
+from twinkle_research.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel
+
+PREFIX = "base_model.model."  # of every PEFT tensor name
+
+
+def lora_config(config: LoraAdapterConfig | LoraConfig | str | Path) -> LoraConfig:
+    """A PEFT config from our config, a PEFT config, or a PEFT folder (``adapter_config.json``)."""
+    from peft import LoraConfig
+
+    if isinstance(config, LoraConfig):
+        return config
+    if isinstance(config, LoraAdapterConfig):
+        targets: Any = list(config.target_modules)
+        return LoraConfig(
+            task_type="CAUSAL_LM", r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, use_rslora=config.rslora,
+            use_dora=config.dora, target_modules="all-linear" if targets == ["all-linear"] else targets,
+            modules_to_save=list(config.modules_to_save) or None,
+        )  # fmt: skip
+    loaded = LoraConfig.from_pretrained(str(config))
+    if not isinstance(loaded, LoraConfig):
+        raise CheckpointError(f"{config}: a {loaded.peft_type} adapter; only LoRA is supported")
+    loaded.inference_mode = False
+    return loaded
+
+
+def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuses what PEFT would take silently or fail on late. ``model`` has no adapter yet."""
+    if type(config.r) is not int or config.r < 1:
+        raise ConfigError(f"adapter.r must be a whole number >= 1, got {config.r!r}")
+    if not 0.0 <= config.lora_dropout < 1.0:
+        raise ConfigError(f"adapter.dropout must be in [0, 1), got {config.lora_dropout}")
+    if config.init_lora_weights is not True:
+        raise ConfigError(f"init_lora_weights={config.init_lora_weights!r} is not supported: A is drawn by key and B is 0")
+    if config.bias != "none" or config.lora_bias:
+        raise ConfigError("a LoRA with trained biases is not supported: bias must be 'none' and lora_bias false")
+    modules = dict(model.named_modules())
+    for key, wanted in (("target_modules", config.target_modules), ("modules_to_save", config.modules_to_save)):
+        for target in [] if wanted is None or isinstance(wanted, str) else sorted(wanted):
+            if not any(_matches(name, target) for name in modules):
+                kinds = {name.rpartition(".")[2] for name, m in modules.items() if is_linear(m) or isinstance(m, nn.Embedding)}
+                raise ConfigError(f"adapter.{key}: the model has no module named '{target}'; {nearest(target, sorted(kinds))}")
+    tied = tied_modules(model)
+    head = next(name for name, module in modules.items() if module is model.get_output_embeddings())
+    for name in target_names(model, config):
+        module = modules[name]
+        if not is_linear(module) and not isinstance(module, nn.Embedding):
+            raise ConfigError(f"adapter.target_modules names {name}, a {type(module).__name__}; LoRA needs a linear or embedding layer")
+        if name in tied:
+            raise ConfigError(
+                f"adapter.target_modules: {' and '.join(sorted(tied))} share one weight in this model, so a low-rank change of "
+                f"{name} would untie them; train them in full with adapter.modules_to_save=[{name.rpartition('.')[2]}]"
+            )
+        if config.use_dora and (name == head or isinstance(module, nn.Embedding)):
+            raise ConfigError(f"adapter.dora=true is not supported on {name}; leave it out of adapter.target_modules")
+    if any(_matches(name, target) for target in config.modules_to_save or () for name in tied):
+        config.ensure_weight_tying = True  # one copy for both, so they stay tied
+
+
+def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Names of the modules that get a LoRA, by PEFT's rules: a regular expression, ``all-linear`` or name endings."""
+    wanted = config.target_modules
+    names = [name for name, _ in model.named_modules()]
+    if wanted == "all-linear":
+        head = model.get_output_embeddings()
+        return [name for name, module in model.named_modules() if is_linear(module) and module is not head]
+    if isinstance(wanted, str):
+        return [name for name in names if re.fullmatch(wanted, name)]
+    return [name for name in names if any(_matches(name, target) for target in wanted or ())]
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"  # Conv1D: GPT-2's transposed linear
+
+
+def tied_modules(model: PreTrainedModel) -> set[str]:
+    """Names of the input embedding and the output projection where they share one weight, else nothing."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or embedding.weight is not head.weight:
+        return set()
+    return {name for name, module in model.named_modules() if module is embedding or module is head}
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> PeftModel:
+    """Injects LoRA layers into ``model``; A is drawn by key, B is 0, so the function does not change yet."""
+    import warnings
+
+    from peft import get_peft_model
+
+    check_config(model, config)
+    config.base_model_name_or_path = model.name_or_path or None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's remarks on fan_in_fan_out and tied weights: both are handled
+        try:
+            peft_model = get_peft_model(model, config, adapter_name=name)
+        except ValueError as error:
+            raise ConfigError(f"adapter: {error}") from error
+    init_lora(peft_model, name, seed)
+    return peft_model
+
+
+@torch.no_grad()
+def init_lora(peft_model: PeftModel, adapter: str, seed: int) -> None:
+    """PEFT's initial distributions, drawn by parameter name: A uniform within 1 / sqrt(inputs) of 0, B zero; for an
+    embedding A zero and B standard normal."""
+    for name, parameter in peft_model.named_parameters():
+        kind = next((k for k in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B") if f".{k}.{adapter}" in name), None)
+        if kind in ("lora_B", "lora_embedding_A"):
+            parameter.zero_()
+        elif kind is not None:
+            generator = torch.Generator().manual_seed(derive_seed(seed, "init", disk_name(name, adapter)))
+            if kind == "lora_A":
+                bound = 1 / math.sqrt(parameter.shape[1:].numel())
+                values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            else:
+                values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(values)
+
+
+# --- names --------------------------------------------------------------------------------------------------------------
+
+
+def disk_name(name: str, adapter: str) -> str:
+    """PEFT's name on disk of a parameter of the PeftModel: without the adapter's name and wrappers."""
+    key = re.escape(adapter)
+    name = re.sub(rf"\.modules_to_save\.{key}\.", ".", name)
+    name = re.sub(rf"\.lora_magnitude_vector\.{key}\.weight$", ".lora_magnitude_vector", name)
+    return re.sub(rf"\.(lora_[A-Za-z_]+)\.{key}(\.weight)?$", r".\1\2", name)
+
+
+def adapter_parameters(peft_model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
+    """Name on disk -> trained parameter, each once."""
+    return {disk_name(name, adapter): p for name, p in peft_model.named_parameters() if p.requires_grad}
+
+
+def tied_names(peft_model: PeftModel, adapter: str) -> dict[str, str]:
+    """Further names on disk of trained parameters that have several -> the name that stands in ``adapter_parameters``."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in peft_model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            on_disk = disk_name(name, adapter)
+            if first.setdefault(id(parameter), on_disk) != on_disk:
+                aliases[on_disk] = first[id(parameter)]
+    return aliases
+
+
+def config_json(config: LoraConfig) -> dict[str, Any]:
+    """The content of ``adapter_config.json``, the same in every run."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.value
+        if isinstance(value, Mapping):
+            return {str(k): plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
+        if isinstance(value, (set, frozenset)):
+            return sorted(value)
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(config.to_dict() | {"inference_mode": True})
+
+
+# --- the output projection and merged weights ---------------------------------------------------------------------------
+
+
+def head_terms(head: nn.Module, hidden_ND: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(hidden, weight, bias) whose product is what the output projection computes, with the adapter it may carry.
+
+    LoRA on the projection is exact as one wider product: [h, s A h] [W, B]^T.
+    """
+    if isinstance(head, nn.Linear):
+        return hidden_ND, head.weight, head.bias
+    from peft.utils.other import ModulesToSaveWrapper
+
+    if isinstance(head, ModulesToSaveWrapper):
+        active = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapter]
+        return hidden_ND, active.weight, active.bias
+    base = head.get_base_layer()
+    if head.disable_adapters:
+        return hidden_ND, base.weight, base.bias
+    (adapter,) = head.active_adapters
+    a, b = head.lora_A[adapter], head.lora_B[adapter]
+    low = a(head.lora_dropout[adapter](hidden_ND.to(a.weight.dtype))) * head.scaling[adapter]
+    hidden = torch.cat([hidden_ND, low.to(hidden_ND.dtype)], dim=1)
+    return hidden, torch.cat([base.weight, b.weight.to(base.weight.dtype)], dim=1), base.bias
+
+
+def merged_weights(peft_model: PeftModel, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, weight) of the base model with the adapter merged in float32, each rounded once to its dtype."""
+    from peft.tuners.lora import LoraLayer
+
+    base = peft_model.get_base_model()
+    layers = {f"{name}.base_layer.weight": m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        clean = re.sub(rf"\.modules_to_save\.{re.escape(adapter)}\.", ".", name).replace(".base_layer.", ".")
+        yield clean, _merge(layers[name], adapter) if name in layers else parameter.detach()
+
+
+@torch.no_grad()
+def _merge(layer: Any, adapter: str) -> Tensor:
+    base = layer.get_base_layer().weight
+    weight = base.to(torch.promote_types(base.dtype, torch.float32))
+    merged = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+    if layer.use_dora[adapter]:
+        dims = 0 if layer.fan_in_fan_out else 1
+        magnitude = layer.lora_magnitude_vector[adapter].weight.to(weight.dtype)
+        norm = torch.linalg.vector_norm(merged, dim=dims)
+        merged = merged * (magnitude / norm).unsqueeze(dims)
+    return merged.to(base.dtype)

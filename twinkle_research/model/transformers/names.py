@@ -1,0 +1,118 @@
+"""Between parameters in memory and tensors in a Hugging Face folder.
+
+For most models the names are the same. transformers renames some while loading, and stacks, splits or transposes
+others (the experts of a mixture, say); what it did is undone here, for weights and for optimizer moments alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from twinkle_research.checkpoint.stream import TensorSpec
+from twinkle_research.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Read = Callable[[str], Tensor]  # tensor on disk by name
+
+
+class DiskNames:
+    """``shapes``: name in memory -> tensor (any device, values unused) of everything that is to be stored."""
+
+    def __init__(self, model: PreTrainedModel | None, shapes: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
+        self._model = model
+        self._shapes = {name: tensor.shape for name, tensor in shapes.items()}
+        metas = {name: torch.empty(tensor.shape, device="meta") for name, tensor in shapes.items()}
+        if model is None:
+            renamed = renamed or {name: name for name in shapes}
+            self._groups = [[name] for name in shapes]
+            self._disk = [{renamed[name]: metas[name]} for name in shapes]
+        else:
+            self._groups = self._find_groups(metas)
+            self._disk = [self._revert({name: metas[name] for name in group}) for group in self._groups]
+        self._group_of = {name: i for i, group in enumerate(self._groups) for name in group}
+        # In memory and on disk the same tensor under another name: nothing to compute.
+        self._is_rename = [
+            len(group) == 1 and len(disk) == 1 and next(iter(disk.values())) is metas[group[0]]
+            for group, disk in zip(self._groups, self._disk, strict=True)
+        ]
+
+    def _revert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self._model, dict(tensors)))
+
+    def _find_groups(self, metas: dict[str, Tensor]) -> list[list[str]]:
+        """Single tensors where each converts alone, else all of them together."""
+        whole = {name: tensor.shape for name, tensor in self._revert(metas).items()}
+        alone: dict[str, torch.Size] = {}
+        for name, tensor in metas.items():
+            alone |= {on_disk: t.shape for on_disk, t in self._revert({name: tensor}).items()}
+        return [[name] for name in metas] if alone == whole else [list(metas)]
+
+    @property
+    def disk_names(self) -> list[str]:
+        return [name for disk in self._disk for name in disk]
+
+    def of(self, name: str) -> list[str]:
+        """The tensors on disk that hold ``name``."""
+        return list(self._disk[self._group_of[name]])
+
+    def specs(self, dtypes: Mapping[str, torch.dtype], suffix: str = "") -> list[TensorSpec]:
+        """What is on disk for the tensors that ``dtypes`` names (whole groups), in the order of ``to_disk``."""
+        return [
+            TensorSpec(on_disk + suffix, str(dtypes[group[0]]).removeprefix("torch."), tuple(tensor.shape))
+            for group, disk in zip(self._groups, self._disk, strict=True)
+            if group[0] in dtypes
+            for on_disk, tensor in disk.items()
+        ]
+
+    def to_disk(self, tensor: Callable[[str], Tensor], wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+        """(name on disk, tensor) for the tensors in memory that ``wanted`` names, one group at a time."""
+        for group, disk, is_rename in zip(self._groups, self._disk, self._is_rename, strict=True):
+            if group[0] not in wanted:
+                continue
+            if is_rename:
+                yield next(iter(disk)), tensor(group[0]).detach()
+            else:
+                reverted = self._revert({name: tensor(name).detach() for name in group})
+                for on_disk in disk:
+                    yield on_disk, reverted[on_disk]
+
+    def from_disk(self, read: Read, wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+        """(name in memory, tensor as it is on disk), inverse of ``to_disk``. Raises CheckpointError for a wrong shape."""
+        for group, disk, is_rename in zip(self._groups, self._disk, self._is_rename, strict=True):
+            if group[0] not in wanted:
+                continue
+            tensors = {on_disk: read(on_disk) for on_disk in disk}
+            for on_disk, meta in disk.items():
+                if tensors[on_disk].shape != meta.shape:
+                    raise CheckpointError(
+                        f"tensor {on_disk} has shape {tuple(tensors[on_disk].shape)} in the checkpoint, {tuple(meta.shape)} in the model"
+                    )
+            if is_rename:
+                yield group[0], next(iter(tensors.values()))
+            else:
+                yield from self._assemble(group, tensors)
+
+    def _assemble(self, group: list[str], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Undoes a conversion that moves elements, whatever it is: numbers the elements in memory and looks where they go."""
+        start = 0
+        numbers = {}
+        for name in group:
+            count = self._shapes[name].numel()
+            numbers[name] = torch.arange(start, start + count).view(self._shapes[name])
+            start += count
+        places = self._revert(numbers)
+        first = next(iter(tensors.values()))
+        flat = torch.empty(start, dtype=first.dtype)
+        for on_disk, tensor in tensors.items():
+            flat[places[on_disk].reshape(-1)] = tensor.reshape(-1)
+        for name in group:
+            begin = int(numbers[name].reshape(-1)[0])
+            yield name, flat[begin : begin + numbers[name].numel()].view(self._shapes[name])

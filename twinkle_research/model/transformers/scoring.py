@@ -1,0 +1,121 @@
+"""From a padded micro-batch to per-token scores: body, output projection at the labels, back to [B, T]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from twinkle_research.data_format import IGNORE_INDEX
+from twinkle_research.errors import DataError
+from twinkle_research.loss.base import Loss, LossInputs, TokenScores
+from twinkle_research.model.dropout import DropoutKey, DropoutState
+from twinkle_research.model.head import LogitTransform, score_labels
+from twinkle_research.model.transformers.lora import head_terms
+from twinkle_research.processor.base import Batch
+
+
+@dataclass
+class MicroBatch:
+    """A collated micro-batch on its way through the model. N counts its trained positions."""
+
+    batch: Batch  # on the CPU
+    positions_N: Tensor  # CPU int64, index into the flattened [B * T]
+    inputs: LossInputs  # on the device
+    dropout_key: DropoutKey
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions_N)
+
+
+@dataclass
+class Scorer:
+    """Runs one model. ``module`` is the transformers model, with an adapter injected or not."""
+
+    module: nn.Module
+    body: nn.Module
+    transform: LogitTransform
+    device: torch.device
+    dtype: torch.dtype  # of the scores
+    logits_chunk: int
+    dropout: DropoutState
+    vocabulary: int
+
+    def prepare(self, batch: Batch, step: int, first_sample: int) -> MicroBatch:
+        """``first_sample`` numbers the rows of features without a ``sample_index``."""
+        self._check_ids(batch)
+        trained = batch.labels != IGNORE_INDEX
+        samples = [first_sample + i if s is None else s for i, s in enumerate(batch.sample_indices)]
+        rows = tuple((batch.row_slice(i), sample) for i, sample in enumerate(samples))
+        return MicroBatch(
+            batch, trained.view(-1).nonzero().squeeze(-1), self._loss_inputs(batch, trained), DropoutKey(step, tuple(trained.shape), rows)
+        )
+
+    def _check_ids(self, batch: Batch) -> None:
+        for name, ids in (("input_ids", batch.input_ids), ("labels", batch.labels)):
+            wrong = (ids >= self.vocabulary) | ((ids < 0) & (ids != IGNORE_INDEX if name == "labels" else True))
+            if wrong.any():
+                row, position = wrong.nonzero()[0].tolist()
+                raise DataError(
+                    f"{batch.rows[row] or f'row {row}'}: {name}[{position}] is {int(ids[row, position])}, but the model knows the "
+                    f"tokens 0 to {self.vocabulary - 1}; is this the model's own tokenizer?"
+                )
+
+    def _loss_inputs(self, batch: Batch, trained: Tensor) -> LossInputs:
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(self.device, self.dtype)
+
+        return LossInputs(
+            mask=move(trained), sequence_ids=batch.sequence_ids.to(self.device), num_sequences=batch.num_sequences,
+            advantages=move(batch.advantages), old_logprobs=move(batch.old_logprobs), ref_logprobs=move(batch.ref_logprobs),
+        )  # fmt: skip
+
+    def scores(self, micro: MicroBatch, loss: Loss, normalizer: float | None) -> TokenScores:
+        """``normalizer``: what the loss will be divided by, None where that is not known yet."""
+        self.dropout.key = micro.dropout_key
+        hidden_BTD = self.body(**self._body_inputs(micro.batch))[0]
+        positions_N = micro.positions_N.to(self.device)
+        labels_N = micro.batch.labels.view(-1)[micro.positions_N].to(self.device)
+        hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]).index_select(0, positions_N)
+        hidden_ND, weight_VD, bias_V = head_terms(self.module.get_output_embeddings(), hidden_ND)
+        known_N = None
+        if weight_VD.requires_grad and torch.is_grad_enabled() and normalizer is not None:
+            known_BT = loss.logprob_gradient(micro.inputs, normalizer)
+            known_N = None if known_BT is None else known_BT.view(-1)[positions_N]
+        found = score_labels(
+            hidden_ND, weight_VD, labels_N, bias_V=bias_V, transform=self.transform, needs=loss.needs, chunk=self.logits_chunk,
+            logprob_gradient_N=known_N,
+        )  # fmt: skip
+
+        def spread(values_N: Tensor | None) -> Tensor | None:
+            if values_N is None:
+                return None
+            flat = torch.zeros(micro.batch.labels.numel(), dtype=values_N.dtype, device=self.device)
+            return flat.index_copy(0, positions_N, values_N).view(micro.batch.labels.shape)
+
+        return TokenScores(spread(found.logprobs), spread(found.entropy), spread(found.logsumexp), spread(found.mean_logprobs))
+
+    def _body_inputs(self, batch: Batch) -> dict[str, object]:
+        """Padding on the right needs no mask: a causal model's tokens never look at what comes after them.
+
+        Position ids that only count up are left to the model; others (packed documents) make transformers keep the
+        documents apart, which it does only without a mask.
+        """
+        inputs: dict[str, object] = {"input_ids": batch.input_ids.to(self.device), "use_cache": False}
+        tokens = batch.attention_mask.bool()
+        if not tokens[:, 0].all():
+            inputs["attention_mask"] = batch.attention_mask.to(self.device)
+        counting = torch.arange(tokens.shape[1]).expand_as(batch.position_ids)
+        if not torch.equal(batch.position_ids.where(tokens, counting), counting):
+            inputs["position_ids"] = batch.position_ids.to(self.device)
+        return inputs
+
+
+def logps_by_row(micro: MicroBatch, logprobs_BT: Tensor | None) -> list[list[float]]:
+    """Per row aligned with its labels, 0.0 where not trained."""
+    if logprobs_BT is None:
+        return [[0.0] * length for length in micro.batch.lengths]
+    values = logprobs_BT.detach().cpu()
+    return [values[row, micro.batch.row_slice(row)].tolist() for row in range(len(micro.batch.lengths))]

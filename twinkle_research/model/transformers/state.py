@@ -1,0 +1,172 @@
+"""Weights, optimizer and open window of a TransformersModel, to and from a checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
+from twinkle_research.errors import CheckpointError
+from twinkle_research.model.transformers.lora import config_json, tied_names
+from twinkle_research.model.transformers.names import DiskNames
+
+if TYPE_CHECKING:
+    from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
+    from twinkle_research.model.training import TrainingState
+    from twinkle_research.model.transformers.model import TransformersModel
+
+SLOT_ORDER = ("master", "exp_avg", "exp_avg_sq", "momentum")
+
+
+class ModelState:
+    """What a model stores: the adapter where there is one, else all weights and persistent buffers."""
+
+    def __init__(self, model: TransformersModel) -> None:
+        self._model = model
+        self._training: TrainingState = model.training_state()
+        self.folder, self.stem = ("adapter", "adapter_model") if model.adapter_name else ("model", "model")
+        if model.adapter_name:
+            self.weights: dict[str, Tensor] = dict(self._training.parameters)
+            self.aliases = tied_names(model.module, model.adapter_name)
+            self.names = DiskNames(None, self.weights)
+        else:
+            self.weights = self._training.parameters | _buffers(model.module)
+            self.aliases = {}
+            self.names = DiskNames(model.module, self.weights)
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def save(self, writer: CheckpointWriter, save_optimizer: bool) -> dict[str, Any]:
+        """Collective. Returns the JSON-able rest."""
+        training = self._training
+        self.write_weights(writer)
+        if save_optimizer:
+            training.consolidate_window()
+            self._write_optimizer(writer)
+            if training.window.has_gradients:
+                self._add(writer, "window", "gradients", [("grad", training.gradients.tensors())])
+        return training.state() | {
+            "adapter": self._model.adapter_name,
+            "optimizer": training.optimizer.spec.describe() if save_optimizer and training.optimizer else None,
+            "scheduler": training.schedule.describe(),
+        }
+
+    def write_weights(self, writer: CheckpointWriter) -> None:
+        aliases = {alias: self.weights[name] for alias, name in self.aliases.items()}
+        specs = self.names.specs({name: t.dtype for name, t in self.weights.items()})
+        specs += [TensorSpec.of(name, tensor) for name, tensor in aliases.items()]
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            yield from self.names.to_disk(self.weights.__getitem__, self.weights)
+            yield from ((name, tensor.detach()) for name, tensor in aliases.items())
+
+        if self._model.adapter_name:
+            writer.add_tensors(self.folder, specs, stream(), stem=self.stem, max_shard_bytes=None)
+            writer.add_json("adapter/adapter_config.json", config_json(self._model.module.peft_config[self._model.adapter_name]))
+        else:
+            writer.add_tensors(self.folder, specs, stream(), stem=self.stem)
+            writer.add_files(self.folder, self._write_configs)
+
+    def _write_configs(self, folder: Path) -> None:
+        module = self._model.module
+        module.config.architectures = [type(module).__name__]
+        module.config.dtype = str(module.dtype).removeprefix("torch.")
+        module.config.save_pretrained(folder)
+        if module.generation_config is not None:
+            module.generation_config.save_pretrained(folder)
+        if self._model.template is not None:
+            self._model.template.tokenizer.save_pretrained(folder)
+
+    def _write_optimizer(self, writer: CheckpointWriter) -> None:
+        optimizer = self._training.optimizer
+        if optimizer is None:
+            return
+        slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in SLOT_ORDER}
+        for name, slot, tensor in optimizer.state():
+            slots[slot][name] = tensor
+        if any(slots.values()):
+            self._add(writer, "optimizer", "optimizer", [(slot, tensors) for slot, tensors in slots.items() if tensors])
+
+    def _add(self, writer: CheckpointWriter, folder: str, stem: str, parts: list[tuple[str, Mapping[str, Tensor]]]) -> None:
+        """Tensors by name in memory, each part under its own suffix."""
+        specs: list[TensorSpec] = []
+        for suffix, tensors in parts:
+            specs += self.names.specs({name: tensor.dtype for name, tensor in tensors.items()}, f".{suffix}")
+
+        def stream() -> Iterator[tuple[str, Tensor]]:
+            for suffix, tensors in parts:
+                for name, tensor in self.names.to_disk(tensors.__getitem__, tensors):
+                    yield f"{name}.{suffix}", tensor
+
+        writer.add_tensors(folder, specs, stream(), stem=stem)
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def load(self, reader: CheckpointReader, state: Mapping[str, Any] | None, load_optimizer: bool) -> None:
+        if not reader.has(self.folder):
+            held = " and ".join(name for name in ("model", "adapter") if reader.has(name)) or "no weights"
+            raise CheckpointError(f"{reader.path} holds {held}, but this run trains {'an adapter' if self._model.adapter_name else 'the model'}")
+        self.load_weights(reader.tensors(self.folder, self.stem))
+        training = self._training
+        if not load_optimizer:
+            if training.optimizer is not None:
+                training.set_optimizer(training.optimizer.spec)
+            return
+        if training.optimizer is None:
+            raise CheckpointError("set_optimizer must come before a checkpoint is loaded with its optimizer state")
+        if state is None or state["optimizer"] is None:
+            raise CheckpointError(f"{reader.path} was saved without optimizer state: only its weights can be loaded")
+        self._load_optimizer(reader, int(state["optimizer_steps"]))
+        training.load(state)
+        if training.window.has_gradients and training.runtime.is_main:
+            tensors = _Parts(reader.tensors("window", "gradients"))
+            for name, gradient in self.names.from_disk(lambda name: tensors.read(name, "grad"), training.parameters):
+                training.gradients.add_(name, gradient)
+
+    @torch.no_grad()
+    def load_weights(self, tensors: TensorFolder) -> None:
+        """Raises CheckpointError for a missing or an unknown tensor; nothing is loaded then."""
+        expected = set(self.names.disk_names)
+        for missing in sorted(expected - set(tensors)):
+            raise CheckpointError(f"{tensors.path}: tensor {missing} is missing")
+        for extra in sorted(set(tensors) - expected - set(self.aliases)):
+            raise CheckpointError(f"{tensors.path}: tensor {extra} is not part of this model")
+        for name, tensor in self.names.from_disk(tensors.__getitem__, self.weights):
+            self.weights[name].copy_(tensor)
+
+    def _load_optimizer(self, reader: CheckpointReader, steps_done: int) -> None:
+        optimizer = self._training.optimizer
+        tensors = _Parts(reader.tensors("optimizer", "optimizer") if reader.has("optimizer") else {})
+        known = {f"{on_disk}.{slot}" for name in self._training.parameters for on_disk in self.names.of(name) for slot in SLOT_ORDER}
+        for extra in sorted(set(tensors.names) - known):
+            raise CheckpointError(f"{reader.path}/optimizer: tensor {extra} belongs to nothing that this run trains")
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._training.parameters}
+        for slot in SLOT_ORDER:
+            wanted = {name: None for name in found if tensors.has(self.names.of(name), slot)}
+            for name, tensor in self.names.from_disk(lambda name, slot=slot: tensors.read(name, slot), wanted):
+                found[name][slot] = tensor
+        for name, slots in found.items():
+            optimizer.load(name, slots, steps_done)
+
+
+class _Parts:
+    """Tensors named ``<tensor on disk>.<part>``."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.names = list(tensors)
+
+    def has(self, on_disk: list[str], part: str) -> bool:
+        return all(f"{name}.{part}" in self._tensors for name in on_disk)
+
+    def read(self, name: str, part: str) -> Tensor:
+        return self._tensors[f"{name}.{part}"]
+
+
+def _buffers(module: torch.nn.Module) -> dict[str, Tensor]:
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in parameters}

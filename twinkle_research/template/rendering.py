@@ -1,0 +1,250 @@
+"""What a tokenizer's chat template does with a conversation, found out by rendering, never by parsing the template.
+
+Templates disagree about nearly everything: where the system prompt stands, whether old thinking is dropped, what
+ends a turn, what the generation prompt adds. The facts that labels need are measured once on a probe conversation
+(TurnFacts); all else comes from renderings of the row itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from twinkle_research.errors import DataError
+from twinkle_research.template.messages import split_inline_thinking
+
+_MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
+# Probe texts. Private-use characters: no template and no data set writes them.
+PROBE, _USER_1, _TURN_1, _USER_2, _TURN_2, _THOUGHT = (f"\ue000{c}\ue001" for c in "abcdef")
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
+
+Messages = list[dict[str, Any]]
+
+
+class RenderError(DataError):
+    """The chat template refuses a conversation (for example a system message, or roles that do not alternate)."""
+
+
+@dataclass(frozen=True)
+class TurnFacts:
+    """What surrounds the content of an assistant turn.
+
+    ``tail``: text after the content of the last turn. ``end``: its leading part that ends the turn and is trained
+    (the model must learn to stop), without the separator that follows. ``injected``: what the template puts before
+    the content only sometimes, such as an empty thinking block; never trained. ``prompt_on`` / ``prompt_off``: the
+    generation prompt differs with enable_thinking. ``has_prompt``: add_generation_prompt has an effect.
+    ``thinking``: how thinking must be handed over: "field" (reasoning_content), "inline" (in the content) or "none".
+    ``json_arguments``: tool-call arguments must be JSON text instead of objects.
+    """
+
+    tail: str
+    end: str
+    injected: str
+    has_prompt: bool
+    thinking_switch: bool
+    thinking: str
+    json_arguments: bool
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer's template. ``name`` stands for the template in messages."""
+
+    def __init__(self, tokenizer: Any, name: str, enable_thinking: bool):
+        self.tokenizer = tokenizer
+        self.name = name
+        self.enable_thinking = enable_thinking
+        self._special = dict(tokenizer.special_tokens_map)
+
+    def template_text(self, tools: list[dict[str, Any]] | None) -> str:
+        return self.tokenizer.get_chat_template(tools=tools)
+
+    def has_markers(self, tools: list[dict[str, Any]] | None) -> bool:
+        return _MARKERS.search(self.template_text(tools)) is not None
+
+    def render(self, messages: Messages, tools: list[dict[str, Any]] | None = None, **options: Any) -> str:
+        """Text of the whole conversation. ``options``: add_generation_prompt, enable_thinking."""
+        return self._render(messages, tools, False, options)[0]
+
+    def render_marked(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> tuple[str, list[tuple[int, int]]]:
+        """The text and the character ranges inside ``{% generation %}`` blocks."""
+        return self._render(messages, tools, True, {})
+
+    def _render(self, messages: Messages, tools: Any, marked: bool, options: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        arguments = {**self._special, "enable_thinking": self.enable_thinking, **options}
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.template_text(tools),
+                return_assistant_tokens_mask=marked,
+                **arguments,
+            )
+        except _RENDER_ERRORS as exc:
+            raise RenderError(f"the chat template of {self.name} refuses the conversation: {exc}") from exc
+        return texts[0], [tuple(s) for s in spans[0]] if marked else []
+
+    def adapt(self, messages: Messages) -> Messages:
+        """Hands thinking and tool-call arguments over in the form that this template shows."""
+        return [self._adapt_turn(m) if m["role"] == "assistant" else m for m in messages]
+
+    def _adapt_turn(self, message: dict[str, Any]) -> dict[str, Any]:
+        if self.facts.thinking == "field":
+            message = split_inline_thinking(message)
+        elif self.facts.thinking == "inline" and "reasoning_content" in message:
+            message = dict(message)
+            message["content"] = inline_thinking(message.pop("reasoning_content").strip("\n"), message["content"])
+        if "tool_calls" in message and self.facts.json_arguments:
+            calls = [
+                {**c, "function": {**c["function"], "arguments": to_json(c["function"]["arguments"])}}
+                for c in message["tool_calls"]
+            ]
+            message = {**message, "tool_calls": calls}
+        return message
+
+    @cached_property
+    def added_tokens(self) -> list[str]:
+        return [t for t in self.tokenizer.get_added_vocab() if t.strip()]
+
+    @cached_property
+    def facts(self) -> TurnFacts:
+        """Measured once. Raises DataError naming the template where it cannot render the simplest conversation."""
+        user, turn = {"role": "user", "content": _USER_1}, {"role": "assistant", "content": _TURN_1}
+        single = self.render([user, turn])
+        if single.count(_TURN_1) != 1:
+            raise DataError(
+                f"the chat template of {self.name} does not show an assistant's content once; it cannot be trained on"
+            )
+        head, tail = single.split(_TURN_1)
+        before_end, before_first, before_last = None, "", ""
+        try:
+            double = self.render([user, turn, {"role": "user", "content": _USER_2}, {"role": "assistant", "content": _TURN_2}])
+        except RenderError:
+            double = None  # a template for single exchanges
+        if double is not None and all(double.count(mark) == 1 for mark in (_USER_1, _TURN_1, _USER_2, _TURN_2)):
+            before_first = _between(double, _USER_1, _TURN_1)
+            before_last = _between(double, _USER_2, _TURN_2)
+            before_end = _between(double, _TURN_1, _USER_2)
+        prompts = [
+            self.render([user], add_generation_prompt=True, enable_thinking=flag).partition(_USER_1)[2] for flag in (True, False)
+        ]
+        plain = self.render([user], add_generation_prompt=False).partition(_USER_1)[2]
+        header = before_first or head.partition(_USER_1)[2]
+        return TurnFacts(
+            tail=tail,
+            end=_turn_end(tail, before_end, self.added_tokens),
+            injected=_injected(header, before_last, prompts),
+            has_prompt=any(p != plain for p in prompts),
+            thinking_switch=prompts[0] != prompts[1],
+            thinking=self._thinking_form(user),
+            json_arguments=self._wants_json_arguments(user),
+        )
+
+    def _thinking_form(self, user: dict[str, Any]) -> str:
+        forms = {
+            "field": {"role": "assistant", "content": _TURN_1, "reasoning_content": _THOUGHT},
+            "inline": {"role": "assistant", "content": inline_thinking(_THOUGHT, _TURN_1)},
+        }
+        for form, message in forms.items():
+            if _THOUGHT in self.render([user, message]):
+                return form
+        return "none"
+
+    def _wants_json_arguments(self, user: dict[str, Any]) -> bool:
+        """True where an object of arguments fails or comes out as Python's repr."""
+        arguments = {_TURN_1: _TURN_2}
+        function = {"name": "f", "arguments": arguments}
+        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        try:
+            return repr(arguments) in self.render([user, call])
+        except RenderError:
+            function["arguments"] = to_json(arguments)
+            try:
+                return _TURN_2 in self.render([user, call])
+            except RenderError:
+                return False  # no tool calls at all: rows that have some are refused one by one
+
+
+class Cleaned:
+    """A text without its injected blocks, and the way back to positions in the text itself."""
+
+    def __init__(self, raw: str, injected: str):
+        self.raw = raw
+        self._width = len(injected)
+        self._cuts: list[int] = []  # positions in the clean text where a block was taken out
+        pieces = raw.split(injected) if injected else [raw]
+        position = 0
+        for piece in pieces[:-1]:
+            position += len(piece)
+            self._cuts.append(position)
+        self.clean = "".join(pieces)
+
+    def raw_start(self, position: int) -> int:
+        """Where the character at ``position`` of the clean text stands; blocks just before it are skipped."""
+        return position + self._width * bisect_right(self._cuts, position)
+
+    def raw_end(self, position: int) -> int:
+        """End of the range whose last character is the one before ``position`` of the clean text."""
+        return self.raw_start(position - 1) + 1 if position else 0
+
+    def clean_position(self, raw_position: int) -> int:
+        """Inverse; a position inside a block becomes that of the block."""
+        taken = 0
+        for cut in self._cuts:
+            start = cut + taken
+            if raw_position <= start:
+                break
+            taken += min(self._width, raw_position - start)
+            if raw_position < start + self._width:
+                break
+        return raw_position - taken
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def inline_thinking(thinking: str, content: str) -> str:
+    return f"<think>\n{thinking}\n</think>\n\n{content}"
+
+
+def _between(text: str, left: str, right: str) -> str:
+    return text[text.index(left) + len(left) : text.index(right)]
+
+
+def _turn_end(tail: str, tail_inside: str | None, tokens: list[str]) -> str:
+    """The part of ``tail`` that ends a turn.
+
+    ``tail_inside``: what follows a turn that is not the last. What both share and ends in an added token is the
+    end marker; text that only the last turn has (an end-of-text after the whole conversation) is not part of it.
+    """
+    common = tail if tail_inside is None else os.path.commonprefix([tail, tail_inside])
+    ends = [common.rindex(t) + len(t) for t in tokens if t in common]
+    if ends:
+        return common[: max(ends)] if tail_inside is not None else _first(tail, tokens)
+    return _first(tail, tokens) or common.rstrip() or common
+
+
+def _first(text: str, tokens: list[str]) -> str:
+    """``text`` up to its first (and there longest) token; '' where it has none."""
+    found = [(text.index(t), -len(t)) for t in tokens if t in text]
+    if not found:
+        return ""
+    start, minus_length = min(found)
+    return text[: start - minus_length]
+
+
+def _injected(header: str, before_last: str, prompts: list[str]) -> str:
+    """What stands between the header of an assistant turn and its content only in some renderings."""
+    for longer in (before_last, *reversed(prompts)):
+        extra = longer[len(header) :] if longer.startswith(header) else ""
+        if extra.strip():
+            return extra
+    return ""

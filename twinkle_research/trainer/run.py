@@ -1,0 +1,132 @@
+"""One run on one rank: build the parts from the config, continue from a checkpoint where there is one, train."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from twinkle_research.checkpoint.format import CheckpointReader
+from twinkle_research.checkpoint.manager import CheckpointManager, newest_checkpoint
+from twinkle_research.dataloader import DataLoader
+from twinkle_research.dataset.build import build_datasets
+from twinkle_research.dataset.config import OnChange
+from twinkle_research.dataset.preview import preview
+from twinkle_research.errors import CheckpointError, Stopped
+from twinkle_research.loss import build_loss
+from twinkle_research.model.prepare import resolve_model_folder
+from twinkle_research.model.transformers import TransformersModel
+from twinkle_research.template import build_template
+from twinkle_research.tracking.build import build_tracker
+from twinkle_research.trainer.evaluation import Evaluation
+from twinkle_research.trainer.sft import SftTrainer, total_steps
+from twinkle_research.trainer.timing import StepClock
+
+if TYPE_CHECKING:
+    from twinkle_research.distributed.runtime import Runtime
+    from twinkle_research.tracking.build import Tracker
+    from twinkle_research.trainer.config import TrainConfig
+    from twinkle_research.trainer.rundir import RunFolder
+
+
+def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]:
+    """Trains (or, with ``eval_only``, evaluates) and returns ``step`` and ``objective``. Collective.
+
+    Raises Stopped after a checkpoint has been saved on request, and UserError for what the user can mend.
+    """
+    model_folder = resolve_model_folder(cfg.model)
+    template = build_template(cfg.data, model_folder)
+    train_rows, eval_rows = build_datasets(cfg.data, template, cfg.seed)
+    if cfg.data.preview and runtime.is_main:
+        Console().print(preview(train_rows, template, cfg.data.preview))
+    model = TransformersModel.from_config(cfg, model_folder, runtime)
+    evaluation = Evaluation(model, template, runtime, eval_rows, cfg.data.sample_prompts, cfg.trainer.sample_max_tokens)
+    checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)
+    start = find_start(cfg, checkpoints, runtime)
+    if cfg.eval_only:
+        return evaluate_only(model, evaluation, start, runtime, folder)
+
+    rank, size = model.data_parallel
+    loader = DataLoader(
+        train_rows, batch_size=cfg.trainer.batch_size, shuffle=cfg.data.shuffle, seed=cfg.seed, dp_rank=rank, dp_size=size
+    )
+    steps = total_steps(cfg.trainer, len(loader))
+    model.set_loss(build_loss(cfg.loss))
+    model.set_optimizer(cfg.optimizer)
+    model.set_lr_scheduler(cfg.scheduler, total_steps=steps)
+
+    state = own_state(start, folder)
+    tracker = build_tracker(
+        cfg,
+        folder,
+        total_steps=steps,
+        resume_step=state.get("step", 0),
+        wandb_run_id=state.get("wandb_run_id"),
+        is_main=runtime.is_main,
+    )
+    with outcome(tracker):
+        configs = model.get_train_configs()
+        clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
+        trainer = SftTrainer(
+            cfg.trainer, runtime, model, loader, evaluation, checkpoints, tracker, clock, steps, train_rows.fingerprint
+        )
+        if start is not None:
+            trainer.restore(CheckpointReader(start), start, restart_data=cfg.data.on_change is OnChange["restart"])
+            tracker.message(f"continuing from {start} at step {trainer.step} of {steps}")
+        return trainer.fit()
+
+
+def find_start(cfg: TrainConfig, checkpoints: CheckpointManager, runtime: Runtime) -> Path | None:
+    """The checkpoint to continue from: the run folder's own newest, else the one that ``resume`` names. Collective."""
+
+    def choose() -> Path | None:
+        own = checkpoints.latest()
+        if own is not None or cfg.resume in ("auto", "never"):
+            return own
+        return newest_checkpoint(Path(cfg.resume))
+
+    return runtime.broadcast_object(choose() if runtime.is_main else None)
+
+
+def own_state(start: Path | None, folder: RunFolder) -> dict[str, Any]:
+    """trainer_state.json of a checkpoint of this very run; a run started from another's checkpoint has its own records."""
+    if start is None or not start.resolve().is_relative_to(folder.path.resolve()):
+        return {}
+    return CheckpointReader(start).json("trainer_state.json")
+
+
+@contextmanager
+def outcome(tracker: Tracker) -> Iterator[None]:
+    """Closes the trackers with how the run ended."""
+    try:
+        yield
+    except Stopped:
+        tracker.finish("stopped")
+        raise
+    except BaseException:
+        tracker.finish("failed")
+        raise
+    tracker.finish("finished")
+
+
+def evaluate_only(
+    model: TransformersModel, evaluation: Evaluation, start: Path | None, runtime: Runtime, folder: RunFolder
+) -> dict[str, Any]:
+    """Measures a checkpoint and writes ``evaluation.json`` into the run folder; nothing else there changes."""
+    if start is None:
+        raise CheckpointError(f"eval_only=true needs a checkpoint: {folder.path} has none, and resume= names none")
+    reader = CheckpointReader(start)
+    state = reader.json("trainer_state.json")
+    model.load_state(reader, state["model"], load_optimizer=False)
+    result = {"checkpoint": str(start), "step": state["step"], **evaluation.metrics()}
+    answers = evaluation.answers()
+    if runtime.is_main:
+        folder.write_json("evaluation.json", result | {"samples": answers})
+        print(json.dumps(result, indent=1))
+        for answer in answers:
+            print(f"\n> {answer['prompt']}\n{answer['completion']}")
+    return result | {"objective": result.get("eval/loss")}
