@@ -51,7 +51,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["twinkle_research", "twinkle_research.*"]) + conf_packages,
     package_dir={"twinkle_research.conf": "conf"},
-    package_data={"": ["*.yaml", "*.jsonl", "*.jinja"]},
+    package_data={"": ["*.yaml", "*.jsonl", "*.jinja", "*.js", "*.css"]},
     install_requires=[
         "torch>=2.7",
         "transformers>=5.0,<6",

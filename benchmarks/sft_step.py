@@ -96,7 +96,10 @@ class Bare:
         if case.lora:
             from peft import LoraConfig, get_peft_model
 
+            from twinkle_research.model.transformers.lora import init_lora
+
             self.model = get_peft_model(self.model, LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, task_type="CAUSAL_LM"))
+            init_lora(self.model, "default", seed=0)  # the same start, so that the losses can be compared
         self.model.train()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LR)

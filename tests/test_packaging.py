@@ -77,15 +77,13 @@ def test_wheel_runs_from_another_folder(root, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
-    run = [
-        sys.executable,
-        "-c",
-        "import twinkle_research as t; print(t.__file__); import sys; from twinkle_research.config.cli import main; sys.exit(main())",
-    ]
-    env = dict(os.environ, PYTHONPATH=str(site))
-    result = subprocess.run(
-        [*run, "model=tiny", "dry_run=true"], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60
+    code = (
+        "import sys; import twinkle_research; from twinkle_research.config.cli import main\n"
+        "print(twinkle_research.__file__); sys.exit(main())"
     )
+    command = [sys.executable, "-c", code, "model=tiny", "dry_run=true"]
+    env = dict(os.environ, PYTHONPATH=str(site))
+    result = subprocess.run(command, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(str(site)), result.stdout
     assert list(elsewhere.iterdir()) == [], "a dry run writes nothing"

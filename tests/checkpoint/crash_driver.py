@@ -1,13 +1,15 @@
 """Run as a script by test_checkpoint_crash.py: kills a save at every point at which it touches the disk.
 
-    python crash_driver.py <folder> <scenario> kill|power-loss
+    python crash_driver.py <folder> kill|power-loss <scenario>...
 
 For each point a forked child saves, with the operating system's calls wrapped, and ends itself by SIGKILL at that
 point (and in the middle of each write). "power-loss" also undoes what had not been flushed to the disk: contents of
-files, names in folders and renames. Prints one JSON object: how many points there were, and what went wrong.
+files, names in folders and renames. Prints one JSON object: for each scenario how many points there were, which save
+was found after each, and what went wrong.
 """
 
 import builtins
+import io
 import json
 import logging
 import os
@@ -77,7 +79,7 @@ class Disk:
     def install(self) -> None:
         for name in self.real:
             setattr(os, name, getattr(self, name))
-        builtins.open = self.open
+        builtins.open = io.open = self.open  # pathlib uses io.open
 
     def point(self) -> None:
         self.points += 1
@@ -91,7 +93,8 @@ class Disk:
             if kind == "rename":
                 self.real["rename"](args[1], args[0])
                 if args[2] is not None:
-                    Path(args[1]).write_bytes(args[2])
+                    with self.real_open(args[1], "wb") as file:
+                        file.write(args[2])
             elif kind == "create" and Path(args[0]).is_dir():
                 shutil.rmtree(args[0])
             elif kind == "create":
@@ -104,6 +107,19 @@ class Disk:
 
     def name_changed(self, path: str, undo: tuple) -> None:
         self.unsynced_names.append((os.path.dirname(path), undo))
+
+    @staticmethod
+    def moved(entry, source: str, target: str):
+        """What is not flushed yet in a folder that is renamed now lies under its new name."""
+
+        def new(value):
+            inside = isinstance(value, str) and (value == source or value.startswith(source + "/"))
+            return target + value[len(source) :] if inside else value
+
+        folder, (kind, *args) = entry
+        if folder == os.path.dirname(source):
+            return entry
+        return new(folder), (kind, *map(new, args))
 
     def open(self, file, mode="r", *args, **kwargs):
         if not set(mode) & set("wxa+"):
@@ -125,6 +141,7 @@ class Disk:
         source, target = os.fspath(source), os.fspath(target)
         old = Path(target).read_bytes() if os.path.isfile(target) else None
         self.real["rename"](source, target)
+        self.unsynced_names = [self.moved(entry, source, target) for entry in self.unsynced_names]
         self.name_changed(target, ("rename", source, target, old))
 
     replace = rename
@@ -242,27 +259,32 @@ def check(run: Path, step: int, keep: int, before: float | None) -> str:
     return "old" if found == before else "new"
 
 
-def main() -> None:
-    base, scenario, mode = Path(sys.argv[1]).resolve(), SCENARIOS[sys.argv[2]], sys.argv[3]
-    logging.disable(logging.WARNING)
-    os.fsync = lambda descriptor: None  # Disk keeps the books on what is flushed; waiting for the real disk shows nothing
+def crash_everywhere(base: Path, scenario: str, power_loss: bool) -> dict:
     failures, outcomes = [], []
     template = base / "template"
-    before, step, keep = scenario(template)
+    before, step, keep = SCENARIOS[scenario](template)
     point = 0
     killed = True
     while killed:
         point += 1
         run = base / f"run-{point}"
         shutil.copytree(template, run)
-        killed = crashed_child(run, step, keep, point, mode == "power-loss")
+        killed = crashed_child(run, step, keep, point, power_loss)
         if killed:
             try:
                 outcomes.append(check(run, step, keep, before))
             except Exception as error:
                 failures.append(f"point {point}: {type(error).__name__}: {error}")
         shutil.rmtree(run)
-    print(json.dumps({"points": point - 1, "failures": failures, "outcomes": outcomes}))
+    return {"points": point - 1, "failures": failures, "outcomes": outcomes}
+
+
+def main() -> None:
+    base, mode, *scenarios = sys.argv[1:]
+    logging.disable(logging.WARNING)
+    os.fsync = lambda descriptor: None  # Disk keeps the books on what is flushed; waiting for the real disk shows nothing
+    results = {s: crash_everywhere(Path(base).resolve() / s, s, mode == "power-loss") for s in scenarios}
+    print(json.dumps(results))
 
 
 main()

@@ -127,7 +127,9 @@ def test_full_disk_says_so(tmp_path):
             with open("/dev/full", "wb", buffering=0) as file:
                 file.write(b"x")
 
-    with pytest.raises(CheckpointError, match="step-000004 could not be written: No space left on device.*Earlier checkpoints are untouched"):
+    with pytest.raises(
+        CheckpointError, match="step-000004 could not be written: No space left on device.*Earlier checkpoints are untouched"
+    ):
         manager(tmp_path).save(4, Full(), {})
     assert names(root) == ["latest", "step-000002"]
 
@@ -141,6 +143,14 @@ def test_pickle_files_are_never_written(tmp_path):
     with pytest.raises(CheckpointError, match="training_args.bin' is refused"):
         manager(tmp_path).save(2, Pickling(), {})
     assert names(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_other_ranks_take_part_and_write_nothing(tmp_path, background):
+    checkpoints = CheckpointManager(RunFolder(tmp_path), CheckpointConfig(background=background), Runtime(rank=1))
+    assert checkpoints.save(2, Weights(), {}) == tmp_path / "checkpoints" / "step-000002"
+    checkpoints.wait()
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- in the background ----------------------------------------------------------------------------------------------
@@ -173,7 +183,9 @@ def test_background_equals_foreground(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, Weights(step), {"step": step})
         checkpoints.wait()
-    files = [{p.relative_to(tmp_path / n): p.read_bytes() for p in (tmp_path / n).rglob("*") if p.is_file()} for n in ("front", "back")]
+    files = [
+        {p.relative_to(tmp_path / n): p.read_bytes() for p in (tmp_path / n).rglob("*") if p.is_file()} for n in ("front", "back")
+    ]
     assert files[0] == files[1] and len(files[0]) == 9
 
 
@@ -243,7 +255,9 @@ def test_crash_in_the_middle_of_a_save(tmp_path, caplog, kind, pointer):
         found = manager(tmp_path).latest()
     assert found == root / "step-000002"
     if not (kind == "weights flipped" and pointer == "step-000002"):  # one that is not looked for is not hashed
-        assert any("step-000004" in r.message and message in r.message and "step-000002 is used" in r.message for r in caplog.records)
+        assert any(
+            "step-000004" in r.message and message in r.message and "step-000002 is used" in r.message for r in caplog.records
+        )
     save(tmp_path, 4)
     assert manager(tmp_path).latest() == root / "step-000004"
     CheckpointReader(root / "step-000004").verify()
@@ -288,7 +302,9 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path):
 
 def test_newest_checkpoint_of_any_path(tmp_path):
     root = save(tmp_path, 2, 4)
-    assert newest_checkpoint(tmp_path) == newest_checkpoint(root) == newest_checkpoint(root / "step-000004") == root / "step-000004"
+    assert (
+        newest_checkpoint(tmp_path) == newest_checkpoint(root) == newest_checkpoint(root / "step-000004") == root / "step-000004"
+    )
     assert newest_checkpoint(root / "step-000002") == root / "step-000002"
     flip(root / "step-000002")
     with pytest.raises(CheckpointError, match="damaged"):
@@ -336,9 +352,14 @@ def trap(tmp_path):
 
 
 RESUMED = [
-    "manifest.json", "trainer_state.json", "model/model.safetensors", "model/config.json", "optimizer/optimizer.safetensors.index.json",
-    "optimizer/optimizer-00001-of-00003.safetensors", "latest",
-]  # fmt: skip
+    "manifest.json",
+    "trainer_state.json",
+    "model/model.safetensors",
+    "model/config.json",
+    "optimizer/optimizer.safetensors.index.json",
+    "optimizer/optimizer-00001-of-00003.safetensors",
+    "latest",
+]
 
 
 @pytest.mark.parametrize("honest", [True, False], ids=["hash kept", "hash forged"])
@@ -361,7 +382,10 @@ def test_pickle_in_place_of_any_file_of_the_resume_path(tmp_path, trap, name, ho
     assert not (tmp_path / "marker").exists()
 
 
-@pytest.mark.parametrize("name", ["optimizer/optimizer.pt", "rng.pth", "scheduler.pkl", "model/pytorch_model.bin", "x/y.ckpt", "model/training_args.BIN"])
+@pytest.mark.parametrize(
+    "name",
+    ["optimizer/optimizer.pt", "rng.pth", "scheduler.pkl", "model/pytorch_model.bin", "x/y.ckpt", "model/training_args.BIN"],
+)
 @pytest.mark.parametrize("listed", [True, False])
 def test_pickle_beside_the_files_is_refused_by_name(tmp_path, trap, name, listed):
     """No falling back to an older checkpoint here: somebody has put something into this one."""

@@ -12,8 +12,8 @@ from twinkle_research.checkpoint.newest import newest_checkpoint
 from twinkle_research.errors import CheckpointError
 
 BAD_NAMES = [
-    "../../evil", "a/b", "..", ".", "...", "", "a\0b", "\0", "%2e%2e%2fevil", "C:\\x", "x" * 300, "/etc", "~", "a b", "a\n", "-rf",
-    ".hidden", "a\\b", "ä", "１", None, 7, b"a", "latest", "best", "step-000001.tmp", "x.replaced", "x.trash",
+    "../../evil", "a/b", "..", ".", "...", "", "a\0b", "\0", "%2e%2e%2fevil", "C:\\x", "x" * 300, "/etc", "~", "a b", "a\n",
+    "-rf", ".hidden", "a\\b", "ä", "１", None, 7, b"a", "latest", "best", "step-000001.tmp", "x.replaced", "x.trash",
 ]  # fmt: skip
 
 
@@ -91,7 +91,9 @@ def test_index_cannot_lead_outside(checkpoint, name):
         newest_checkpoint(checkpoint)
 
 
-@pytest.mark.parametrize("name", ["../../../secret", "/etc/hostname", "model/../../x", "optimizer/optimizer.pt", "rng.pkl", "x.BIN"])
+@pytest.mark.parametrize(
+    "name", ["../../../secret", "/etc/hostname", "model/../../x", "optimizer/optimizer.pt", "rng.pkl", "x.BIN"]
+)
 def test_manifest_cannot_lead_outside(checkpoint, name):
     entry = {"size": 1, "sha256": "0" * 64}
     edit(checkpoint / "manifest.json", lambda manifest: manifest["files"].update({name: entry}))

@@ -47,7 +47,9 @@ def test_round_trip(tmp_path, tensors):
         assert set(read) == set(tensors)
         for key, tensor in tensors.items():
             assert read[key].dtype == tensor.dtype and read[key].shape == tensor.shape
-            assert torch.equal(read[key].reshape(-1).view(torch.uint8), tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            assert torch.equal(
+                read[key].reshape(-1).view(torch.uint8), tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            )
     with safe_open(tmp_path / name, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert read_header(tmp_path / name) == {spec.name: spec for spec in specs_of(tensors)}
@@ -60,7 +62,7 @@ def test_tensors_are_aligned_and_header_is_padded(tmp_path):
     assert length % 8 == 0
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__")
-    sizes = {code: size for code, size in DTYPES.values()}
+    sizes = dict(DTYPES.values())
     assert all(entry["data_offsets"][0] % sizes[entry["dtype"]] == 0 for entry in header.values())
 
 
@@ -149,7 +151,20 @@ def test_damaged_header_never_does_anything_else(tmp_path):
     draw = random.Random(0)
     header = data[8 : data.index(b"}}", 8) + 2]
     swaps = [b'"F32"', b"[3]", b"[0,12]", b"[12,14]", b'"I8"', b"}"]
-    junk = [b"null", b"[-3]", b"[0,-1]", b"[1e9]", b'"F4"', b"[]", b"{}", b"[true]", b'"\\u0000"', b"[[[[", b"[0,12,3]", b"1" * 30]
+    junk = [
+        b"null",
+        b"[-3]",
+        b"[0,-1]",
+        b"[1e9]",
+        b'"F4"',
+        b"[]",
+        b"{}",
+        b"[true]",
+        b'"\\u0000"',
+        b"[[[[",
+        b"[0,12,3]",
+        b"1" * 30,
+    ]
     for _ in range(400):
         if draw.random() < 0.5:
             changed = header.replace(draw.choice(swaps), draw.choice(junk), 1)
@@ -173,7 +188,9 @@ def test_deeply_nested_header_is_refused(tmp_path):
         TensorFolder(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"z": "s.safetensors"}}'])
+@pytest.mark.parametrize(
+    "index", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": null}}', '{"weight_map": {"z": "s.safetensors"}}']
+)
 def test_damaged_index_is_refused(tmp_path, index):
     save_file({"a": torch.ones(1)}, tmp_path / "s.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(index)

@@ -1,11 +1,12 @@
 """Settings that exclude or need each other, that have no effect, or that do not fit files, model and machine."""
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from twinkle_research.config import compose, to_object, validate
-from twinkle_research.config.plan import run_plan
+from twinkle_research.config.plan import RunPlan, run_plan
 from twinkle_research.distributed.env import WorldInfo
 from twinkle_research.errors import ConfigError
 
@@ -33,6 +34,9 @@ def refusal(*words: str, world: WorldInfo | None = None) -> str:
         (["scheduler=linear", "scheduler.total_steps=5", "scheduler.warmup_steps=6"], "longer than scheduler.total_steps=5"),
         (["data.subset=en"], "'data.subset' has no effect"),
         (["data.split=test"], "'data.split' has no effect"),
+        (["data.processor=SelfCognitionProcesor"], "did you mean 'SelfCognitionProcessor'?"),
+        (["+data.processor_args.modle_name=x"], "did you mean 'model_name'?"),
+        (["data.template=Templat"], "did you mean 'Template'?"),
         (["data.processor=null"], "'data.processor_args' has no effect"),
         (["data.eval_rows=5", "trainer.eval_every=null"], "'data.eval_rows' has no effect"),
         (["data.eval_rows=5", "data.limit=5"], "leaves no row to train on"),
@@ -59,8 +63,8 @@ def test_data_files(tmp_path: Path) -> None:
     (tmp_path / "rows.xls").write_text("")
     (tmp_path / "empty").mkdir()
     assert f"did you mean '{tmp_path}/rows.jsonl'?" in refusal("data=jsonl", f"data.path={tmp_path}/row.jsonl")
-    assert "cannot read '.xls' files" in refusal("data=jsonl", f"data.path={tmp_path}/rows.xls")
-    assert "no file ending in" in refusal("data=jsonl", f"data.path={tmp_path}/empty")
+    assert "unknown file type '.xls'" in refusal("data=jsonl", f"data.path={tmp_path}/rows.xls")
+    assert "no data files in the folder" in refusal("data=jsonl", f"data.path={tmp_path}/empty")
     assert "data.eval_path" in refusal(f"data.eval_path={tmp_path}/none.jsonl")
     assert "not both" in refusal(f"data.eval_path={tmp_path}/rows.jsonl", "data.eval_rows=1")
     validate(compose(["data=jsonl", f"data.path={tmp_path}/rows.jsonl", f"data.eval_path={tmp_path}"]))
@@ -90,7 +94,8 @@ def test_allowed(words: list[str]) -> None:
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
-def plan(*words: str, world: WorldInfo | None = None):
+@functools.cache
+def plan(*words: str, world: WorldInfo | None = None) -> RunPlan:
     return run_plan(validate(compose(["model=tiny", "backend.device=cpu", *words])), world or WorldInfo("plain"))
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from twinkle_research.config import cli
 from twinkle_research.config.cli import main
 from twinkle_research.config.completion import values_of
 from twinkle_research.config.helptext import help_text
+from twinkle_research.distributed import launcher
 from twinkle_research.errors import ConfigError
 
 # Runs train.py as it is and says at the end whether torch was imported.
@@ -91,15 +91,24 @@ def test_looking_writes_nothing_and_needs_no_torch(words: list[str], run, tmp_pa
 
 
 def test_package_import_is_light(root: Path) -> None:
-    modules = ("twinkle_research", "twinkle_research.config", "twinkle_research.errors", "twinkle_research.data_format")
-    code = f"import sys, {', '.join(modules)}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'datasets', 'wandb', 'hydra')))"
+    ours = "twinkle_research, twinkle_research.config, twinkle_research.errors, twinkle_research.data_format"
+    heavy = "'torch', 'transformers', 'datasets', 'wandb', 'hydra'"
+    code = f"import sys, {ours}; sys.exit(any(name in sys.modules for name in ({heavy})))"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(root)})
 
 
 def test_plan_tells_what_matters(capsys: pytest.CaptureFixture) -> None:
     assert main(["model=tiny", "dry_run=true", "run_dir=runs/mine", "trainer.max_steps=7", "launch.nproc_per_node=2"]) == 0
     text = capsys.readouterr().out
-    for expected in ("tiny", "853 k parameters", "7 optimizer steps", "data-parallel over 2 processes", "runs/mine", "lr 0.0005", "GiB"):
+    for expected in (
+        "tiny",
+        "853 k parameters",
+        "7 optimizer steps",
+        "data-parallel over 2 processes",
+        "runs/mine",
+        "lr 0.0005",
+        "GiB",
+    ):
         assert expected in text
     assert len(text.splitlines()) < 25
     assert main(["dry_run=true", "model=hf", "model.path=some/model"]) == 0
@@ -128,7 +137,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list:
         jobs.append((config, in_process))
         return config.seed
 
-    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr(launcher, "start", start)
     return jobs
 
 
@@ -190,7 +199,14 @@ def test_a_sweep_named_in_a_file_is_a_sweep(started: list, tmp_path: Path) -> No
 
 def test_help_names_groups_options_and_keys() -> None:
     text = help_text([])
-    for expected in ("smollm2_135m | hf | tiny", "adamw | adam | muon | sgd", "own_data", "run_dir=null", "--cfg job", "75 stopped"):
+    for expected in (
+        "smollm2_135m | hf | tiny",
+        "adamw | adam | muon | sgd",
+        "own_data",
+        "run_dir=null",
+        "--cfg job",
+        "75 stopped",
+    ):
         assert expected in text
     assert max(map(len, text.splitlines())) <= 120
     assert "base_" not in text
@@ -238,6 +254,8 @@ def test_completion_installs(root: Path) -> None:
     """The script that bash evaluates, in a real bash."""
     script = 'eval "$(python train.py -sc install=bash)"; complete -p python'
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", "-c", script], cwd=root, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=root, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "hydra_bash_completion" in done.stdout

@@ -1,17 +1,24 @@
 """config.yaml of a run, and what may change when the run is continued."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
+from omegaconf import DictConfig
 
 from twinkle_research.config import check_resume, compose, diff, load_config, resumable_changes, save_config, to_object, validate
 from twinkle_research.errors import ConfigError
 from twinkle_research.trainer.config import TrainConfig
 
 
+@functools.cache
+def _composed(*words: str) -> DictConfig:
+    return compose(["model=tiny", *words])
+
+
 def config(*words: str) -> TrainConfig:
-    return to_object(compose(["model=tiny", *words]))
+    return to_object(_composed(*words))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ def test_suggestions_for_many_slips() -> None:
 
 
 @pytest.mark.parametrize("key", ["optimizer.lr", "trainer.max_steps", "tracking.wandb.project", "seed"])
-def test_a_sweep_over_a_misspelt_key_is_refused_before_any_job(key: str, capsys: pytest.CaptureFixture, monkeypatch, tmp_path) -> None:
+def test_a_sweep_over_a_misspelt_key_is_refused_before_any_job(
+    key: str, capsys: pytest.CaptureFixture, monkeypatch, tmp_path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["-m", "model=tiny", "optimizer.weight_decay=0,0.1", f"{misspelt(key)}=1,2"]) == 2
     captured = capsys.readouterr()

@@ -29,7 +29,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(entry: str, *overrides: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(entry, *overrides), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command(entry, *overrides), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=120
+    )
 
 
 def begin(entry: str, *overrides: str, cwd: Path) -> subprocess.Popen[str]:
@@ -93,15 +95,6 @@ def test_run_finished_refused_and_raised(tmp_path):
     assert more.returncode == 0, more.stderr
     assert steps(folder) == [1, 2, 3, 4, 5]
     assert [p.name for p in tmp_path.iterdir()] == ["X"]
-
-
-def test_default_folders_never_collide(tmp_path):
-    runs = [begin("vanish", cwd=tmp_path) for _ in range(3)]
-    for process in runs:
-        process.communicate(timeout=60)
-    folders = list((tmp_path / "runs").iterdir())
-    assert len(folders) == 3
-    assert all("-cross_entropy-tiny-" in folder.name for folder in folders)
 
 
 # --- failing --------------------------------------------------------------------------------------------------------
@@ -186,22 +179,18 @@ def test_stop_by_ctrl_c_and_continue(tmp_path):
     process = subprocess.Popen(command("slow", "run_dir=X", LONG, TWO), cwd=tmp_path, env=environment(), **pipes)
     wait_for(lambda: steps(tmp_path / "X"))
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
     done = steps(tmp_path / "X")
     assert done == list(range(1, len(done) + 1))
     assert errors == f"stopped at step {done[-1]} of 100000. To continue: the same command with run_dir=X\n"
     stopped = status(tmp_path / "X")
     assert stopped["state"] == "stopped" and stopped["step"] == done[-1]
-    again = run("count", "run_dir=X", LONG, cwd=tmp_path, TOY_STEPS="2")
-    assert again.returncode == 0, again.stderr
-    assert steps(tmp_path / "X") == list(range(1, len(done) + 3))
-
-
-def test_signal_on_one_rank_stops_all_at_the_same_step(tmp_path):
-    result = run("signal_last_rank", "run_dir=X", LONG, TWO, cwd=tmp_path)
-    assert result.returncode == 75
-    assert status(tmp_path / "X")["state"] == "stopped"
+    # It goes on from there, until a signal that only one rank gets stops both at the same step.
+    again = run("signal_last_rank", "run_dir=X", LONG, TWO, cwd=tmp_path)
+    assert again.returncode == 75, again.stderr
+    more = steps(tmp_path / "X")
+    assert more == list(range(1, len(more) + 1)) and len(more) > len(done)
 
 
 def test_signal_before_the_workers_listen(tmp_path):
@@ -209,7 +198,7 @@ def test_signal_before_the_workers_listen(tmp_path):
     process = begin("slow", "run_dir=X", LONG, TWO, cwd=tmp_path)
     wait_for(lambda: len(children(process.pid)) == 2)
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
 
 

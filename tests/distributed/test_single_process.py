@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import sys
-from pathlib import Path
 
 import pytest
+import toy_runs
+from test_launcher import FAILED, LONG, files, status, steps
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import toy_runs  # noqa: E402
-from test_launcher import FAILED, LONG, files, status, steps  # noqa: E402
-
-from twinkle_research.distributed.signals import STOP_SIGNALS  # noqa: E402
+from twinkle_research.distributed.signals import STOP_SIGNALS
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +76,42 @@ def test_default_folder(tmp_path):
     assert status(folder)["state"] == "finished"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; run the tests as another user")
-def test_folder_that_cannot_be_written(tmp_path, capsys):
-    (tmp_path / "closed").mkdir(mode=0o500)
-    assert toy_runs.main(["count", "run_dir=closed/X"]) == 1
-    assert "closed/X" in capsys.readouterr().err
+def test_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert toy_runs.main(["count", "run_dir=file/X"]) == 1
+    assert capsys.readouterr().err.startswith("error: cannot write to run_dir=file/X")
+
+
+def test_checkpoints_without_config_are_not_overwritten(tmp_path, capsys):
+    (tmp_path / "X/checkpoints/step-000003").mkdir(parents=True)
+    assert toy_runs.main(["count", "run_dir=X"]) == 1
+    assert "no config.yaml" in capsys.readouterr().err
+    assert not (tmp_path / "X/config.yaml").exists()
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """The code of a run of one rank that another launcher started. Such a process ends, so it gives no signals back."""
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        toy_runs.main(list(words))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return left.value.code
+
+
+def test_joined_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "sweep-7")
+    for steps_now in (2, 4):
+        assert joined(monkeypatch, "count", f"trainer.max_steps={steps_now}") == 0
+    assert joined(monkeypatch, "count", "trainer.max_steps=4") == 0
+    assert "this run is finished (step 4)" in capsys.readouterr().out
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name == "torchrun-sweep-7-cross_entropy-tiny"
+    assert steps(folder) == [1, 2, 3, 4]
+    assert joined(monkeypatch, "count", "trainer.max_steps=9", "seed=1") == 2
+    assert "'seed' was 0, is now 1" in capsys.readouterr().err
+    assert joined(monkeypatch, "signal_last_rank", LONG) == 75
+    assert status(folder)["state"] == "stopped"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from test_launcher import FAILED, HERE, LONG, children, environment, run, status, steps, wait_for
+import toy_runs
+from test_launcher import FAILED, HERE, LONG, children, environment, status, steps, wait_for
 
 
 def torchrun(entry: str, *overrides: str, restarts: int = 0) -> list[str]:
@@ -40,8 +40,9 @@ def test_failure_is_told_once(tmp_path):
     assert failed["state"] == "failed" and failed["rank"] == 1
 
 
-def test_refusal_ends_all_ranks(tmp_path):
-    assert run("count", "run_dir=X", "trainer.max_steps=2", cwd=tmp_path).returncode == 0
+def test_refusal_ends_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert toy_runs.main(["count", "run_dir=X", "trainer.max_steps=2"]) == 0
     result = run_under_torchrun(tmp_path, "count", "run_dir=X", "trainer.max_steps=4", "optimizer.lr=0.5")
     assert result.returncode != 0
     assert result.stderr.count("'optimizer.lr'") == 1

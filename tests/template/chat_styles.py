@@ -5,6 +5,8 @@ from functools import lru_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from twinkle_research.data_format import IGNORE_INDEX
+
 BOS, EOS = "<bos>", "<eos>"
 SPECIAL = f"{BOS} {EOS} <|start|> <|end|> <|head|> <|/head|> <|turn_end|> [INST] [/INST] <turn> </turn> <|return|>".split()
 PLAIN_ADDED = ["<think>", "</think>", "<call>", "</call>"]
@@ -99,7 +101,7 @@ _SPLIT_THINKING = _jinja(r"""
         {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') -%}
         {%- set content = content.split('</think>')[-1].lstrip('\n') -%}
     {%- endif -%}""")
-_LAST_QUERY = _jinja(r"""
+_last_query = _jinja(r"""
     {%- set ns = namespace(last=-1) -%}
     {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}""")
 
@@ -110,7 +112,7 @@ def _thinking(prompt: str) -> str:
         {%- if loop.index0 > ns.last and (loop.last or thought) -%}
             {{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
         {%- endif -%}{{ content }}""")
-    return _TOOLS + _LAST_QUERY + _jinja(rf"""
+    return _TOOLS + _last_query + _jinja(rf"""
         {{%- for m in messages -%}}
             {{{{ '<|start|>' + m.role + '\n' }}}}
             {{%- if m.role == 'assistant' -%}}{_SPLIT_THINKING}{turn}{_CALLS}{{%- else -%}}{{{{ m.content }}}}{{%- endif -%}}
@@ -121,6 +123,11 @@ def _thinking(prompt: str) -> str:
 
 _EMPTY_BLOCK = r"{%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}"
 THINKING = _thinking(_EMPTY_BLOCK + "{%- endif -%}")
+# With markers, which take the injected block in.
+THINKING_MARKED = THINKING.replace("{%- if loop.index0 > ns.last", "{%- generation -%}{%- if loop.index0 > ns.last").replace(
+    "{%- else -%}{{ m.content }}{%- endif -%}{{ '<|end|>\\n' }}",
+    "{{ '<|end|>' }}{%- endgeneration -%}{%- else -%}{{ m.content + '<|end|>' }}{%- endif -%}{{ '\\n' }}",
+)
 # The generation prompt opens the thinking.
 THINKING_OPEN = _thinking(_EMPTY_BLOCK + r"{%- else -%}{{ '<think>\n' }}{%- endif -%}")
 # Thinking is always dropped from what is shown, though the generation prompt opens it.
@@ -139,6 +146,12 @@ CHANNELS = _jinja(r"""
         {%- else -%}{{ '<|start|>' + m.role + '<|/head|>' + m.content + '<|end|>' }}{%- endif -%}
     {%- endfor -%}
     {%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}""")
+# The same with thinking under another key, in a channel of its own that is dropped from all turns but the last.
+CHANNELS_THINKING = CHANNELS.replace(
+    "'<|start|>assistant<|head|>final",
+    "('<|start|>assistant<|head|>analysis<|/head|>' + m.thinking + '<|end|>' if m.thinking and loop.last else '')"
+    " + '<|start|>assistant<|head|>final",
+)
 # An end-of-text token after the whole conversation.
 FINAL_EOS = CHATML.removesuffix("{%- endif -%}") + "{%- else -%}{{ eos_token }}{%- endif -%}"
 # Headers and markers are plain text, so they may merge with contents.
@@ -153,8 +166,12 @@ TEXT_ARGUMENTS = CHATML.replace(
     "{'name': c.function.name, 'arguments': c.function.arguments} | tojson",
     "'{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}'",
 )
+# Tool calls are shown only where there is no content at all.
+NULL_CONTENT = TEXT_ARGUMENTS.replace("m.content }}", "(m.content if m.content is not none else '') }}").replace(
+    "m.tool_calls or []", "(m.tool_calls or [] if m.content is none else [])"
+)
 
-STYLES = {key.lower(): text for key, text in list(globals().items()) if key.isupper() and key[0] != "_" and "messages" in text}
+STYLES = {key.lower(): text for key, text in list(globals().items()) if key.isupper() and "for m in messages" in str(text)}
 
 
 @lru_cache
@@ -179,3 +196,46 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     if template is not None:
         tokenizer.chat_template = STYLES.get(template, template)
     return tokenizer
+
+
+def make_metaspace_tokenizer(template: str, prepend_scheme: str) -> PreTrainedTokenizerFast:
+    """In the manner of sentencepiece, with bytes as a last resort."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
+    backend.train_from_iterator([text.replace("\n", " ") for text in CORPUS], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS)
+    tokenizer.chat_template = STYLES[template]
+    return tokenizer
+
+
+WORD_CHATML = (
+    r"{%- for m in messages -%}{{ '<S> ' + m.role + ' \n ' + m.content + ' <E> \n ' }}{%- endfor -%}"
+    r"{%- if add_generation_prompt -%}{{ '<S> assistant \n ' }}{%- endif -%}"
+)
+
+
+def word_tokenizer(template: str, words: str = "u1 a1 u2 a2 a b c t1 t2") -> PreTrainedTokenizerFast:
+    """One token a word, as in the cases."""
+    names = f"<unk> <E> <S> system user assistant \n <B> {words}".split(" ")
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(names))}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    special = {"unk_token": "<unk>", "bos_token": "<B>", "eos_token": "<E>", "pad_token": "<E>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def words(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
+    return ["IGN" if i == IGNORE_INDEX else tokenizer.convert_ids_to_tokens(i) for i in ids]
+
+
+def chat(*contents: str) -> dict:
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
+
+
+def trained(feature: dict) -> list[int]:
+    return [label for label in feature["labels"] if label != IGNORE_INDEX]

@@ -4,25 +4,27 @@ import json
 import random
 
 import pytest
-from chat_styles import STYLES, make_tokenizer
+from chat_styles import STYLES, make_metaspace_tokenizer, make_tokenizer
 
 from twinkle_research.data_format import IGNORE_INDEX
+from twinkle_research.errors import DataError
 from twinkle_research.template import Template
 
 # Style -> (how an assistant turn is generated, has a system role, shows thinking, shows tool calls).
 CHATML_LIKE = ["chatml", "chatml_marked", "chatml_marked_short", "chatml_marked_wide", "auto_system", "final_eos", "no_prompt"]
 ENDS = {
-    **dict.fromkeys([*CHATML_LIKE, "text_arguments", "thinking", "thinking_open"], "<|end|>"),
-    "headers": "<|turn_end|>", "inst": "<eos>", "inst_system_last": "<eos>", "model_role": "</turn>", "channels": "<|return|>",
-    "plain_text": "###", "thinking_lost": "<eos>",
+    **dict.fromkeys([*CHATML_LIKE, "text_arguments", "null_content", "thinking", "thinking_marked", "thinking_open"], "<|end|>"),
+    **dict.fromkeys(["inst", "inst_system_last", "thinking_lost"], "<eos>"),
+    **dict.fromkeys(["channels", "channels_thinking"], "<|return|>"),
+    "headers": "<|turn_end|>", "model_role": "</turn>", "plain_text": "###",
 }  # fmt: skip
-WITH_TOOLS = [*CHATML_LIKE, "text_arguments", "thinking", "thinking_open", "headers"]
+WITH_TOOLS = [*CHATML_LIKE, "text_arguments", "thinking", "thinking_marked", "thinking_open", "headers"]
 NO_SYSTEM = ["inst", "model_role", "thinking_lost"]
 BOS_IN_TEMPLATE = ["headers", "inst", "inst_system_last", "model_role", "thinking_lost"]
 TRIMMED = ["headers", "model_role"]
-OWN_THINKING = ["thinking", "thinking_open"]
+OWN_THINKING = ["thinking", "thinking_marked", "thinking_open", "channels_thinking"]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "d", "parameters": {"type": "object"}}}]
-WORDS = ["Paris", "is", "the", "capital", "of", "France", "fox", "ü", "日本", "🦊", "\n", "\n\n", "  ", "a:b", "###x", "don't", "1", "</p>", "{"]
+WORDS = ["Paris", "is", "the", "capital", "France", "ü", "日本", "🦊", "\n", "\n\n", "  ", "a:b", "###x", "don't", "</p>", "{"]
 
 
 def random_text(rng: random.Random) -> str:
@@ -63,8 +65,11 @@ def generated(style: str, message: dict) -> str:
     content, thought = message["content"] or "", message.get("reasoning_content", "")
     if content.startswith("<think>\n"):
         thought, content = content.removeprefix("<think>\n").split("\n</think>\n\n", 1)
+        content = content.lstrip("\n") if style in OWN_THINKING else content
+    if style == "channels_thinking":
+        analysis = f"<|head|>analysis<|/head|>{thought}<|end|><|start|>assistant" if thought else ""
+        return analysis + "<|head|>final<|/head|>" + content + ENDS[style]
     if style in OWN_THINKING:
-        content = content.lstrip("\n") if message["content"] != content else content
         block = f"<think>\n{thought}\n</think>\n\n" if thought.strip() else ""
         text = block.removeprefix("<think>\n" if style == "thinking_open" else "") + content
     else:
@@ -161,6 +166,20 @@ def test_stripped_thinking_gives_each_turn_a_row_of_its_own(style: str) -> None:
     assert template.decode(features[1]["input_ids"]) == template.tokenizer.apply_chat_template(row["messages"], tokenize=False)
 
 
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_tokenizers_that_mark_words_by_a_leading_space(scheme: str) -> None:
+    """As sentencepiece does: the mark that such a tokenizer puts before the first word after a special token is no reason
+    to cut the text."""
+    row = row_of("u one", "a one", "u two", "\n a two")
+    for style, answers in (("chatml", ["a one<|end|>", "\n a two<|end|>"]), ("inst", [" a one<eos>", " \n a two<eos>"])):
+        tokenizer = make_metaspace_tokenizer(style, scheme)
+        template = Template(tokenizer=tokenizer)
+        (feature,) = template.encode_all(row)
+        assert [text for _, text in trained_runs(template, [feature])] == answers
+        whole = tokenizer(tokenizer.apply_chat_template(row["messages"], tokenize=False), add_special_tokens=False)
+        assert feature["input_ids"] == whole["input_ids"]
+
+
 def test_thinking_inside_one_round_of_tool_calls_stays_in_one_row() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     row = {
@@ -176,7 +195,7 @@ def test_thinking_inside_one_round_of_tool_calls_stays_in_one_row() -> None:
     assert len(runs) == 2 and "t1" in runs[0] and runs[1] == "<think>\nt2\n</think>\n\nIt rains.<|end|>"
 
 
-@pytest.mark.parametrize("style", ["thinking", "thinking_open"])
+@pytest.mark.parametrize("style", ["thinking", "thinking_marked", "thinking_open"])
 @pytest.mark.parametrize("enable_thinking", [True, False])
 def test_injected_empty_thinking_is_context(style: str, enable_thinking: bool) -> None:
     """Without thinking in the data one row is enough, and the block that the template adds is not trained."""
@@ -214,7 +233,8 @@ def test_weight_zero_leaves_a_turn_out() -> None:
 
 def test_markers_choose_what_is_trained_inside_a_turn() -> None:
     """An author who leaves the thinking out of the markers does not get it trained."""
-    template = STYLES["chatml"].replace("+ m.content }}", "}}{{ m.reasoning_content }}{% generation %}{{ m.content }}{% endgeneration %}")
+    marked = "}}{{ m.reasoning_content }}{% generation %}{{ m.content }}{% endgeneration %}"
+    template = STYLES["chatml"].replace("+ m.content }}", marked)
     row = row_of("u", "a")
     row["messages"][1]["reasoning_content"] = "hidden"
     assert texts(template, row) == [["a<|end|>"]]
@@ -222,9 +242,15 @@ def test_markers_choose_what_is_trained_inside_a_turn() -> None:
 
 def test_conversation_that_starts_with_the_assistant() -> None:
     row = {"messages": [{"role": "assistant", "content": "Welcome!"}, *row_of("u", "a")["messages"]]}
-    for style in ("chatml", "model_role", "no_prompt", "channels"):
+    for style in ("chatml", "model_role", "no_prompt", "channels", "auto_system"):
         turns = [m for m in row["messages"] if m["role"] == "assistant"]
         assert [t for feature in texts(style, row) for t in feature] == [generated(style, m) for m in turns]
+
+
+def test_template_whose_context_depends_on_the_answer_is_refused() -> None:
+    peeking = "{{ messages[-1].content | length }}" + STYLES["chatml"]
+    with pytest.raises(DataError, match="differently with and without it"):
+        texts(peeking, row_of("u", "a long answer"))
 
 
 def test_one_round_templates_work() -> None:

@@ -1,46 +1,16 @@
-"""Template: cases S06, S07, S09, S10, S25, truncation, base models, errors."""
+"""Template: cases S06, S07, S09, S25, tokenizers, errors."""
 
 import json
 import sys
 
 import pytest
-from chat_styles import BOS, EOS, STYLES, make_tokenizer
-from tokenizers import Tokenizer, models, pre_tokenizers
+from chat_styles import STYLES, WORD_CHATML, chat, make_tokenizer, trained, word_tokenizer, words
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from twinkle_research.data_format import IGNORE_INDEX
 from twinkle_research.dataset.config import DataConfig, TrainOn, Truncation
 from twinkle_research.errors import ConfigError, DataError, UserError
 from twinkle_research.template import Qwen3_5Template, Template, build_template
-
-IGN = IGNORE_INDEX
-WORD_CHATML = (
-    r"{%- for m in messages -%}{{ '<S> ' + m.role + ' \n ' + m.content + ' <E> \n ' }}{%- endfor -%}"
-    r"{%- if add_generation_prompt -%}{{ '<S> assistant \n ' }}{%- endif -%}"
-)
-
-
-def word_tokenizer(template: str, words: str = "u1 a1 u2 a2 a b c t1 t2") -> PreTrainedTokenizerFast:
-    """One token a word, as in the cases."""
-    names = f"<unk> <E> <S> system user assistant \n <B> {words}".split(" ")
-    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(dict.fromkeys(names))}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<B>", eos_token="<E>", pad_token="<E>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def words(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
-    return ["IGN" if i == IGN else tokenizer.convert_ids_to_tokens(i) for i in ids]
-
-
-def chat(*contents: str) -> dict:
-    roles = ["user", "assistant"] * len(contents)
-    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]}
-
-
-def trained(feature: dict) -> list[int]:
-    return [label for label in feature["labels"] if label != IGN]
 
 
 def test_s07_template_without_markers_trains_answer_and_end_marker_only() -> None:
@@ -104,56 +74,6 @@ def test_s09_one_beginning_of_text_token(style: str) -> None:
     assert tokenizer.bos_token_id not in template.bridge_ids(chat("u", "a", "v"))
 
 
-# --- max_length -----------------------------------------------------------------------------------------------------
-
-PAIR = r"{%- for m in messages -%}{{ m.content + ' ' }}{%- if m.role == 'assistant' -%}{{ '<E> ' }}{%- endif -%}{%- endfor -%}"
-
-
-def pair(prompt: int, answer: int) -> dict:
-    """``prompt`` tokens before and ``answer`` trained tokens, end marker included."""
-    return chat(" ".join(["b"] * prompt), " ".join("abc"[: answer - 1]))
-
-
-def test_s10_rows_whose_answer_is_cut_off_are_dropped_and_counted() -> None:
-    tokenizer = word_tokenizer(PAIR)
-    template = Template(tokenizer=tokenizer, max_length=8, truncation_strategy="right")
-    results = template.encode_rows([pair(8, 3), pair(2, 3), pair(6, 3)])
-    assert [r.dropped is not None for r in results] == [True, False, False]
-    assert [int(r.tokens[0].trained.sum()) for r in results[1:]] == [3, 2]
-    assert tokenizer.eos_token_id not in results[2].tokens[0].ids  # nothing invented
-    assert len(template.batch_encode([pair(8, 3), pair(2, 3), pair(6, 3)])) == 2
-    with pytest.raises(DataError, match="keeps no trained token"):
-        template.encode(pair(8, 3))
-
-
-def test_truncation_strategies() -> None:
-    def encode(strategy: str, row: dict) -> list[list[str]]:
-        tokenizer = word_tokenizer(PAIR)
-        template = Template(tokenizer=tokenizer, max_length=4, truncation_strategy=strategy)
-        return [words(tokenizer, f["input_ids"]) + words(tokenizer, trained(f)) for f in template.encode_all(row)]
-
-    row = pair(3, 3)  # b b b a b <E>
-    assert encode("left", row) == [["b", "a", "b", "<E>", "a", "b", "<E>"][:4] + ["a", "b", "<E>"]]
-    assert encode("right", row) == [["b", "b", "b", "a", "a"]]
-    assert encode("split", row) == [["b", "b", "b", "a", "a"], ["b", "<E>", "<E>"]]
-    assert encode("delete", row) == []
-    with pytest.raises(DataError, match="6 tokens exceed max_length=4"):
-        encode("raise", row)
-    assert encode("raise", pair(2, 2)) == [["b", "b", "a", "<E>", "a", "<E>"]]
-    with pytest.raises(DataError, match="split into several"):
-        Template(tokenizer=word_tokenizer(PAIR), max_length=4, truncation_strategy="split").encode(row)
-
-
-def test_truncated_prompts_keep_the_generation_prompt() -> None:
-    tokenizer = word_tokenizer(WORD_CHATML)
-    prompt = chat("a b c")
-    cut = Template(tokenizer=tokenizer, max_length=5, truncation_strategy="left").encode(prompt, add_generation_prompt=True)
-    assert words(tokenizer, cut["input_ids"]) == "<E> \n <S> assistant \n".split(" ")
-    assert set(cut["labels"]) == {IGN}
-    with pytest.raises(DataError, match="cut off the generation prompt"):
-        Template(tokenizer=tokenizer, max_length=5, truncation_strategy="right").encode(prompt, add_generation_prompt=True)
-
-
 # --- content that is not plain text ---------------------------------------------------------------------------------
 
 
@@ -170,7 +90,7 @@ def tool_row(arguments: object, content: str | None = None) -> dict:
     }
 
 
-@pytest.mark.parametrize("style", ["chatml", "headers", "thinking", "text_arguments"])
+@pytest.mark.parametrize("style", ["chatml", "headers", "thinking", "text_arguments", "null_content"])
 def test_s25_null_content_and_both_forms_of_arguments(style: str) -> None:
     template = Template(tokenizer=make_tokenizer(style))
     as_object = template.encode(tool_row({"city": "Oslo", "at": {"b": 1, "a": 2}}))
@@ -258,47 +178,6 @@ def test_template_without_end_marker_can_be_marked() -> None:
     assert template.decode(trained(template.encode(chat("u", "answer")))) == "answer"
 
 
-# --- base models ----------------------------------------------------------------------------------------------------
-
-
-def test_base_model_joins_prompt_and_completion() -> None:
-    tokenizer = make_tokenizer(None)
-    template = Template(tokenizer=tokenizer)
-    feature = template.encode({"prompt": "1 2 3", "completion": " 4 5"})
-    assert template.decode(feature["input_ids"]) == f"{BOS}1 2 3 4 5{EOS}"
-    assert template.decode(trained(feature)) == f" 4 5{EOS}"
-    prompt = template.encode({"prompt": "1 2 3"}, add_generation_prompt=True)
-    assert feature["input_ids"][: prompt["length"]] == prompt["input_ids"]
-    whole = Template(tokenizer=tokenizer, train_on="all").encode({"prompt": "1 2 3", "completion": " 4 5"})
-    assert whole["labels"][:-1] == feature["input_ids"][1:]
-
-
-def test_base_model_adds_nothing_twice() -> None:
-    template = Template(tokenizer=make_tokenizer(None))
-    feature = template.encode({"prompt": f"{BOS}a", "completion": f"b{EOS}"})
-    assert template.decode(feature["input_ids"]) == f"{BOS}ab{EOS}"
-
-
-def test_base_model_without_end_token_or_with_conversations_is_refused() -> None:
-    tokenizer = make_tokenizer(None)
-    with pytest.raises(DataError, match="has no chat template.*prompt"):
-        Template(tokenizer=tokenizer).encode(chat("u", "a"))
-    with pytest.raises(DataError, match="has no chat template"):
-        Template(tokenizer=tokenizer).bridge_ids(chat("u", "a", "v"))
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match="no end-of-text token"):
-        Template(tokenizer=tokenizer).encode({"prompt": "a", "completion": "b"})
-
-
-def test_prompt_and_completion_become_one_exchange_where_there_is_a_chat_template() -> None:
-    template = Template(tokenizer=make_tokenizer("chatml"), default_system="Be kind.")
-    row = chat("What?", "That.")
-    assert template.encode({"prompt": "What?", "completion": "That."}) == template.encode(row)
-    assert template.decode(template.encode(row)["input_ids"]).startswith("<|start|>system\nBe kind.<|end|>")
-    with pytest.raises(DataError, match="without 'completion'"):
-        template.encode({"prompt": "What?"})
-
-
 # --- tokenizers -----------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +201,8 @@ class SlowTokenizer:
         self.chat_template, self.special_tokens_map = fast.chat_template, fast.special_tokens_map
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
-        return {"input_ids": self._fast(text.strip() if self._loses_spaces else text, add_special_tokens=add_special_tokens)["input_ids"]}
+        text = text.strip() if self._loses_spaces else text
+        return {"input_ids": self._fast(text, add_special_tokens=add_special_tokens)["input_ids"]}
 
     def get_chat_template(self, tools: object = None) -> str:
         return self.chat_template
@@ -341,6 +221,12 @@ def test_tokenizer_without_offsets() -> None:
     assert template.encode(row) == Template(tokenizer=fast).encode(row)
     with pytest.raises(DataError, match="no character offsets"):
         Template(tokenizer=SlowTokenizer(fast, loses_spaces=True)).encode(row)
+
+
+def test_date_does_not_change_from_day_to_day() -> None:
+    dated = "{{ '<|start|>system\\n' + strftime_now('%d %b %Y') + '<|end|>\\n' }}" + STYLES["chatml"]
+    template = Template(tokenizer=make_tokenizer(dated))
+    assert "01 Jan 2025" in template.decode(template.encode(chat("u", "a"))["input_ids"])
 
 
 def test_settings_are_checked() -> None:
@@ -363,6 +249,12 @@ def test_tokenizer_is_found_by_folder(tmp_path) -> None:
         Template(tmp_path / "modle")
     with pytest.raises(UserError, match="ModelScope"):
         Template("ms://Qwen/Qwen3.5-4B")
+    lossy = make_tokenizer("chatml")
+    parts = [pre_tokenizers.Whitespace(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    lossy.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    lossy.save_pretrained(tmp_path / "lossy")
+    with pytest.raises(UserError, match="loses the spaces"):
+        Template(tmp_path / "lossy")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no usable tokenizer"):
         Template(tmp_path / "empty")
@@ -383,7 +275,8 @@ def test_built_from_config(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     config.template = "own_template.Own"
     assert type(build_template(config, tokenizer=make_tokenizer("thinking"))).__name__ == "Own"
-    for name, message in (("own_template.Onw", "has no 'Onw'; did you mean 'Own'"), ("no_such_module.X", "no module 'no_such_module'")):
+    mistakes = {"own_template.Onw": "has no 'Onw'; did you mean 'Own'", "no_such_module.X": "no module 'no_such_module'"}
+    for name, message in mistakes.items():
         config.template = name
         with pytest.raises(ConfigError, match=message):
             build_template(config, tokenizer=make_tokenizer("thinking"))

@@ -6,13 +6,19 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from twinkle_research.tracking import build, wandb
 from twinkle_research.tracking.config import Progress, TrackingConfig, WandbConfig, WandbMode
+from twinkle_research.tracking.wandb_log import recorded_rows
 from twinkle_research.trainer.config import SftTrainerConfig, TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+API_KEY = "a" * 40
 
 
 def loss_at(step: int, shift: float = 0.0) -> float:
@@ -21,7 +27,8 @@ def loss_at(step: int, shift: float = 0.0) -> float:
 
 def config(mode: str = "disabled", **tracking) -> TrainConfig:
     cfg = TrainConfig(trainer=SftTrainerConfig(max_steps=100))
-    cfg.tracking = TrackingConfig(wandb=WandbConfig(mode=WandbMode[mode]), progress=Progress.plain, **tracking)
+    tracking = {"progress": Progress.plain} | tracking
+    cfg.tracking = TrackingConfig(wandb=WandbConfig(mode=WandbMode[mode]), **tracking)
     return cfg
 
 
@@ -39,29 +46,64 @@ def train(tracker: build.Tracker, first: int, last: int, *, shift: float = 0.0, 
     return seconds
 
 
+def wait_until_recorded(tracker: build.Tracker, last: int) -> None:
+    """Until the .wandb file has the last step and the last table: a kill then loses nothing there."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        rows = recorded_rows(tracker.folder / "wandb", tracker.wandb_run_id)
+        if "loss" in rows.get(last, {}) and "samples._type" in rows.get(last - last % 2, {}):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"step {last} is not in the .wandb file after 60 s")
+
+
 def main(options: dict) -> None:
     folder = Path(options["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     for name, seconds in options.get("limits", {}).items():
         setattr(wandb, name, seconds)
-    begun = time.perf_counter()
+    cfg = config(options["mode"], report=False)
+    cfg.tracking.wandb.project = options.get("project", "twinkle_research")
     tracker = build.build_tracker(
-        config(options["mode"], report=False),
+        cfg,
         folder,
         total_steps=options.get("total", 10),
         resume_step=options.get("resume", 0),
         wandb_run_id=options.get("run_id"),
         is_main=True,
     )
-    built = time.perf_counter() - begun
-    seconds = train(tracker, options["first"], options["last"], shift=options.get("shift", 0.0))
-    time.sleep(options.get("sleep", 0.0))
+    what = {name: options[name] for name in ("shift", "eval_every") if name in options}
+    seconds = train(tracker, options["first"], options["last"], **what)
+    if options.get("recorded"):
+        wait_until_recorded(tracker, options["last"])
     if options.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.perf_counter()
     tracker.finish(options.get("state", "finished"))
     finished = time.perf_counter() - begun
-    print(json.dumps({"id": tracker.wandb_run_id, "build": built, "log": max(seconds), "finish": finished}))
+    print(json.dumps({"id": tracker.wandb_run_id, "log": sum(seconds), "finish": finished}))
+
+
+def launcher(folder: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """``launch(**options)`` runs this file in ``folder``; ``url`` points W&B there. The result has ``report`` if it ended."""
+    home = folder / "home"
+    home.mkdir()
+
+    def launch(*, url: str | None = None, **options) -> subprocess.CompletedProcess:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+        environment |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if url:
+            environment |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": API_KEY}
+        options = {"folder": str(folder / "run"), "mode": "online" if url else "offline"} | options
+        command = [sys.executable, __file__, json.dumps(options)]
+        done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == (-signal.SIGKILL if options.get("kill") else 0), done.stdout + done.stderr
+        if not options.get("kill"):
+            done.report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        assert list(home.rglob("*")) == [], "nothing may be written to the home folder"
+        return done
+
+    return launch
 
 
 if __name__ == "__main__":

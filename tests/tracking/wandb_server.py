@@ -13,13 +13,15 @@ from typing import Any
 class WandbServer:
     """Holds runs as ``{id: {"history": [...], "summary": {}, "config": {}, "state": ..., "sessions": n}}``.
 
-    ``answering.clear()`` makes every request wait, as a server does that is up but stuck.
+    ``answering.clear()`` makes every request wait, as a server does that is up but stuck; ``started`` says that a run
+    has been opened.
     """
 
     def __init__(self):
         self.runs: dict[str, dict[str, Any]] = {}
         self.answering = threading.Event()
         self.answering.set()
+        self.started = threading.Event()
         self.lock = threading.Lock()
         handler = type("Handler", (RequestHandler,), {"owner": self})
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -59,6 +61,7 @@ class WandbServer:
         if operation == "UpsertBucket":
             run = self.run(variables["name"])
             run["sessions"] += 1
+            self.started.set()
             run |= {key: variables[key] for key in ("displayName", "groupName", "state") if variables.get(key)}
             run["config"] |= json.loads(variables.get("config") or "{}")
             run["summary"] |= json.loads(variables.get("summaryMetrics") or "{}")
@@ -122,4 +125,4 @@ class RequestHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_POST = do_PUT = answer  # noqa: N815 (names of http.server)
+    do_GET = do_POST = do_PUT = answer

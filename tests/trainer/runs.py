@@ -1,8 +1,9 @@
 """Runs of the real command for tests: in this process, or in a forked child that may be killed at any moment.
 
-A fork starts with torch and transformers imported, so that a killed and resumed run costs a fraction of a second.
+A fork starts with everything imported that a run needs, so that a killed and resumed run costs a fraction of a second.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import peft  # noqa: F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from omegaconf import DictConfig
+
+import twinkle_research.trainer.run  # noqa: F401
 from twinkle_research.config import compose, to_object
 from twinkle_research.config.plan import run_plan
 from twinkle_research.distributed.launcher import start
@@ -21,10 +27,32 @@ QUIET = ["tracking.progress=none", "tracking.tensorboard=false", "tracking.repor
 TINY = ["model=tiny", "data.limit=23", "trainer.batch_size=4", "trainer.eval_every=null", *QUIET]
 
 
+@functools.cache
+def composed(overrides: tuple[str, ...]) -> DictConfig:
+    return compose([*TINY, *overrides])
+
+
 def train(run_dir: Path, *overrides: str) -> int:
     """``python train.py`` in this process; returns its exit code."""
-    cfg = to_object(compose([*TINY, f"run_dir={run_dir}", *overrides]))
-    return start(cfg, run_plan(cfg))
+    cfg = to_object(composed(overrides))
+    return start(cfg, run_plan(cfg), run_dir)
+
+
+def train_in_fork(run_dir: Path, *overrides: str, before: Callable[[], None] | None = None) -> int:
+    """Starts ``train`` in a child, after ``before`` in that child, and returns its pid."""
+    composed(overrides)  # here, so that children need not
+
+    def action() -> int:
+        if before is not None:
+            before()
+        return train(run_dir, *overrides)
+
+    return fork(action)
+
+
+def train_in_child(run_dir: Path, *overrides: str, before: Callable[[], None] | None = None) -> int:
+    """The exit code of ``train`` in a child; the negative signal number if one killed it."""
+    return wait(train_in_fork(run_dir, *overrides, before=before))
 
 
 def fork(action: Callable[[], int]) -> int:
@@ -50,10 +78,6 @@ def fork(action: Callable[[], int]) -> int:
 def wait(pid: int) -> int:
     """The exit code of a child; the negative signal number if one killed it."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def in_child(action: Callable[[], int]) -> int:
-    return wait(fork(action))
 
 
 def die() -> None:

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from runs import die, fingerprint, fork, in_child, rows, train, wait
+from runs import die, fingerprint, rows, train_in_child, train_in_fork, wait
 
 from twinkle_research.trainer.sft import SftTrainer
 
@@ -19,13 +19,13 @@ STEPS = 10  # 20 rows by 4, twice
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert in_child(lambda: train(run_dir, *RUN)) == 0
+    assert train_in_child(run_dir, *RUN) == 0
     steps = [row["step"] for row in rows(run_dir)]
     assert steps == list(range(STEPS + 1))
     return fingerprint(run_dir)
 
 
-def killed_before(step):
+def killed_after(step):
     """In a child: SIGKILL after ``step`` optimizer steps, the next one having been computed but not recorded."""
     inner = SftTrainer.train_step
 
@@ -40,12 +40,8 @@ def killed_before(step):
 
 @pytest.mark.parametrize("step", range(1, STEPS))
 def test_killed_after_each_step(undisturbed, tmp_path, step):
-    def run():
-        killed_before(step)
-        return train(tmp_path, *RUN)
-
-    assert in_child(run) == -signal.SIGKILL
-    assert in_child(lambda: train(tmp_path, *RUN)) == 0
+    assert train_in_child(tmp_path, *RUN, before=lambda: killed_after(step)) == -signal.SIGKILL
+    assert train_in_child(tmp_path, *RUN) == 0
     assert fingerprint(tmp_path) == undisturbed
 
 
@@ -54,7 +50,7 @@ def test_stopped_by_a_signal(undisturbed, tmp_path, step):
     """A first SIGTERM saves, even where no checkpoint is due, and leaves with 75."""
     rare = [*RUN, "checkpoint.every=1000"]
 
-    def run():
+    def signalled():
         inner = SftTrainer.train_step
 
         def train_step(self, features):
@@ -63,27 +59,27 @@ def test_stopped_by_a_signal(undisturbed, tmp_path, step):
             return inner(self, features)
 
         SftTrainer.train_step = train_step
-        return train(tmp_path, *rare)
 
-    assert in_child(run) == 75
+    assert train_in_child(tmp_path, *rare, before=signalled) == 75
     stopped_at = rows(tmp_path)[-1]["step"]
     assert step <= stopped_at <= step + 1
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{stopped_at:06d}"
-    assert in_child(lambda: train(tmp_path, *rare)) == 0
+    assert train_in_child(tmp_path, *rare) == 0
     assert fingerprint(tmp_path) == undisturbed
 
 
+@pytest.mark.timeout(600)
 def test_thirty_kills_at_random_moments(undisturbed, tmp_path):
     draw = random.Random(20)
     begun = time.monotonic()
-    assert in_child(lambda: train(tmp_path / "timed", *RUN)) == 0
+    assert train_in_child(tmp_path / "timed", *RUN) == 0
     whole = time.monotonic() - begun
     kills = 0
     for attempt in range(100):
         run_dir = tmp_path / f"run-{attempt}"
         code = None
         while code != 0:
-            pid = fork(lambda: train(run_dir, *RUN))
+            pid = train_in_fork(run_dir, *RUN)
             if kills < 30:
                 time.sleep(draw.uniform(0.05, whole))
                 os.kill(pid, signal.SIGKILL)
@@ -136,15 +132,16 @@ def save_with(points, step):
     SftTrainer.save = save
 
 
-def test_killed_inside_each_write_of_a_save(undisturbed, tmp_path):
-    def run(run_dir, points):
-        save_with(points, 4)
-        return train(run_dir, *RUN)
-
-    count = in_child(lambda: run(tmp_path / "count", WritePoints()))
+@pytest.mark.timeout(600)
+def test_killed_inside_each_write_of_a_save(tmp_path):
+    """Three steps, each saved; the second save is cut at every point, with the first one behind it."""
+    short = [*RUN, "trainer.max_steps=3", "data.eval_rows=0", "trainer.eval_every=null"]
+    assert train_in_child(tmp_path / "undisturbed", *short) == 0
+    undisturbed = fingerprint(tmp_path / "undisturbed")
+    count = train_in_child(tmp_path / "count", *short, before=lambda: save_with(WritePoints(), 2))
     assert 10 < count < 255
     for point in range(1, count + 1):
         run_dir = tmp_path / f"point-{point}"
-        assert in_child(lambda: run(run_dir, WritePoints(point))) == -signal.SIGKILL  # noqa: B023
-        assert in_child(lambda: train(run_dir, *RUN)) == 0  # noqa: B023
+        assert train_in_child(run_dir, *short, before=lambda: save_with(WritePoints(point), 2)) == -signal.SIGKILL  # noqa: B023
+        assert train_in_child(run_dir, *short) == 0
         assert fingerprint(run_dir) == undisturbed, f"killed at write point {point} of {count}"

@@ -1,7 +1,8 @@
 """The command line: compose, validate, show the plan, start.
 
 A plain run is composed here; ``-m``, ``--cfg``, ``--info``, completion and Hydra's other flags go through ``hydra.main``.
-Both use the same strict loader and end in ``start_run``.
+Both use the same strict loader and end in ``start_run``. What only a run needs is imported when there is one, so that a
+wrong word is answered at once.
 """
 
 import contextlib
@@ -26,12 +27,9 @@ from twinkle_research import __version__
 from twinkle_research.config.checks import validate
 from twinkle_research.config.composing import compose_with_hydra, strict_loader, without_hydra
 from twinkle_research.config.keys import all_keys, hint
-from twinkle_research.config.plan import print_plan, run_plan
 from twinkle_research.config.schema import GROUPS, config_dir, register
 from twinkle_research.distributed.env import WorldInfo, detect
-from twinkle_research.distributed.launcher import start
 from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError
-from twinkle_research.trainer.rundir import RunFolder, new_run_dir
 
 
 class JobFailed(UserError):
@@ -116,6 +114,10 @@ def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) 
     """Validates, shows the plan and starts; in this process where one is enough and no sweep needs it clean."""
     if sweep_job is not None:
         cfg.run_dir = str(sweep_job)
+    from twinkle_research.config.plan import print_plan, run_plan
+    from twinkle_research.distributed.launcher import start
+    from twinkle_research.trainer.rundir import new_run_dir
+
     config = validate(cfg, files=world.rank == 0)  # another rank would see what rank 0 has just written
     plan = run_plan(config, world)
     if not (config.dry_run or world.joins or config.run_dir):
@@ -163,6 +165,8 @@ def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
 
 def _job(cfg: DictConfig, world: WorldInfo, failures: list[str]) -> float | None:
     """One job of a sweep (or a run with Hydra's flags). The objective is what a sweeper optimises."""
+    from twinkle_research.trainer.rundir import RunFolder
+
     hydra_config = HydraConfig.get()
     if hydra_config.mode != RunMode.MULTIRUN:
         code = start_run(cfg, world)

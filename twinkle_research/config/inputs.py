@@ -1,25 +1,30 @@
 """Stage 2 of validation: what the config says about files and models, checked against them. Reads headers only, no torch."""
 
-import difflib
+import inspect
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from twinkle_research import template
 from twinkle_research.config.schema import config_dir
-from twinkle_research.errors import ConfigError
+from twinkle_research.dataset import preprocessor
+from twinkle_research.dataset.config import DataConfig
+from twinkle_research.dataset.reader import data_files
+from twinkle_research.errors import ConfigError, DataError, nearest
 from twinkle_research.model.config import LoraAdapterConfig, ModelConfig
 from twinkle_research.model.facts import Facts
 from twinkle_research.model.prepare import model_facts
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.trainer.config import TrainConfig
 
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+TEMPLATES = [name for name in template.__all__ if name[0].isupper()]
 
 
 def stage_2(config: TrainConfig) -> Iterator[str]:
     yield from _paths(config)
+    yield from _classes(config.data)
     yield from _wandb(config)
     yield from _shipped_facts(config.model)
     try:
@@ -42,20 +47,26 @@ def _paths(config: TrainConfig) -> Iterator[str]:
     for key in ("path", "eval_path"):
         value = getattr(config.data, key)
         if value is not None:
-            yield from _data_path(f"data.{key}", value)
+            try:
+                data_files(Path(value).expanduser())
+            except DataError as error:
+                yield f"data.{key}: {error}"
 
 
-def _data_path(key: str, value: str) -> Iterator[str]:
-    path = Path(value).expanduser()
-    if path.is_dir():
-        if not any(file.suffix in DATA_SUFFIXES for file in path.iterdir()):
-            yield f"{key}={value}: the folder has no file ending in {', '.join(DATA_SUFFIXES)}"
-    elif not path.exists():
-        names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-        yield f"{key}={value}: no such file" + (f"; did you mean '{path.parent / close[0]}'?" if close else "")
-    elif path.suffix not in DATA_SUFFIXES:
-        yield f"{key}={value}: cannot read '{path.suffix or path.name}' files; it must end in {', '.join(DATA_SUFFIXES)}"
+def _classes(data: DataConfig) -> Iterator[str]:
+    """Names of built-in classes and their arguments. A dotted path is somebody's code: it is imported when it is used."""
+    if "." not in data.template and data.template not in TEMPLATES:
+        yield f"data.template={data.template} is no class of twinkle_research.template; {nearest(data.template, TEMPLATES)}"
+    if data.processor is None or "." in data.processor:
+        return
+    if data.processor not in preprocessor.__all__:
+        near = nearest(data.processor, preprocessor.__all__)
+        yield f"data.processor={data.processor} is no class of twinkle_research.dataset.preprocessor; {near}"
+        return
+    takes = inspect.signature(getattr(preprocessor, data.processor)).parameters
+    for name in data.processor_args:
+        if name not in takes:
+            yield f"unknown key 'data.processor_args.{name}'; {nearest(name, takes)}"
 
 
 def _shipped_facts(model: ModelConfig) -> Iterator[str]:

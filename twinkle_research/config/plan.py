@@ -196,7 +196,7 @@ def _length_text(config: TrainConfig) -> str:
     trainer = config.trainer
     limits = []
     if trainer.max_steps is not None:
-        limits.append(f"{trainer.max_steps} optimizer steps")
+        limits.append(f"{trainer.max_steps} optimizer step{'s' * (trainer.max_steps > 1)}")
     if trainer.epochs is not None or trainer.max_steps is None:
         epochs = trainer.epochs or 1
         limits.append(f"{epochs} epoch{'s' * (epochs > 1)}")

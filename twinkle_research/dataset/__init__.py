@@ -1,6 +1,6 @@
 """Rows from files, hubs and the built-in set. Names are resolved on first use."""
 
-_HOME = {"Dataset": "base", "DatasetMeta": "base", "build_datasets": "build", "preview": "preview"}
+_HOME = {"Dataset": "base", "DatasetMeta": "base", "build_datasets": "build"}
 __all__ = sorted(_HOME)
 
 

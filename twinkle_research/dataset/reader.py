@@ -26,11 +26,12 @@ def raise_bad_row(origin: str, reason: str) -> None:
 def read_path(path: str | Path, on_bad: OnBad = raise_bad_row) -> Iterator[tuple[str, Row]]:
     """Rows of a JSONL, JSON, CSV, TSV or Parquet file, or of all such files of a folder in the order of their names."""
     path = Path(path).expanduser()
-    for file in _files(path):
+    for file in data_files(path):
         yield from _READERS[file.suffix.lower()](file, on_bad)
 
 
-def _files(path: Path) -> list[Path]:
+def data_files(path: Path) -> list[Path]:
+    """The files that ``path`` stands for. DataError where there are none."""
     known = ", ".join(_READERS)
     if path.is_dir():
         files = sorted(f for f in path.iterdir() if f.is_file() and f.suffix.lower() in _READERS and not f.name.startswith("."))

@@ -123,6 +123,9 @@ def start_worker(folder: RunFolder, rank: int, nproc: int, listener: socket.sock
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": listener.getsockname()[1], RUN_DIR_VARIABLE: folder.path}
     environ = os.environ | {name: str(value) for name, value in place.items()}
+    # Found also from another folder, when train.py is run from a checkout that is not installed.
+    package = str(Path(__file__).resolve().parents[2])
+    environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environ.get("PYTHONPATH")])])
     if Path("/sys/class/net/lo").exists():  # the ranks are all here; do not depend on what the host name resolves to
         environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", "twinkle_research.trainer.worker", "--entry", entry]

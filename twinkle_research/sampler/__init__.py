@@ -1,0 +1,15 @@
+"""Samplers: prompts to completions with log-probabilities. Names are resolved on first use."""
+
+__all__ = ["Sampler", "TransformersSampler"]
+
+
+def __getattr__(name: str):
+    if name == "Sampler":
+        from twinkle_research.sampler.base import Sampler
+
+        return Sampler
+    if name == "TransformersSampler":
+        from twinkle_research.sampler.transformers import TransformersSampler
+
+        return TransformersSampler
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

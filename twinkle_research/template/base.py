@@ -41,7 +41,7 @@ class Template:
     included. ``max_length``: tokens in a row (None: no limit); ``truncation_strategy`` for longer ones: "raise",
     "left" (keeps the end), "right" (keeps the start), "split" (pieces), "delete". A row whose trained tokens are all
     cut off is dropped. ``default_system`` is put before conversations that have no system message.
-    ``enable_thinking`` goes to the chat template.
+    ``enable_thinking`` goes to the chat template. A template that prints today's date prints 1 January 2025.
 
     A tokenizer without a chat template (a base model) takes rows of text ``prompt`` and ``completion`` only, joined
     as they are, with the beginning-of-text token that the tokenizer asks for and an end-of-text token.
@@ -197,8 +197,8 @@ class Template:
         if limit is not None and longest > limit:
             if is_prompt and self.truncation_strategy in ("right", "split"):
                 raise DataError(
-                    f"the prompt has {longest} tokens, max_length={limit}, and truncation_strategy={self.truncation_strategy} would "
-                    "cut off the generation prompt; choose left or delete, or raise max_length"
+                    f"the prompt has {longest} tokens, max_length={limit}, and truncation_strategy={self.truncation_strategy} "
+                    "would cut off the generation prompt; choose left or delete, or raise max_length"
                 )
             if self.truncation_strategy == "raise":
                 raise DataError(
@@ -275,7 +275,7 @@ def _cut(tokens: Tokens, limit: int, how: str) -> list[Tokens]:
 
 def load_tokenizer(model_id: str | os.PathLike[str], revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """The tokenizer in a folder or on the Hugging Face hub (``hf://`` may stand before a hub id)."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     name = str(model_id)
     if name.startswith("ms://"):
@@ -286,12 +286,21 @@ def load_tokenizer(model_id: str | os.PathLike[str], revision: str | None = None
     is_folder = os.path.isdir(name)
     if not is_folder and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise UserError(f"model folder not found: {name}")
+    options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": is_folder}
     try:
-        return AutoTokenizer.from_pretrained(
-            name, revision=revision, trust_remote_code=trust_remote_code, local_files_only=is_folder
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        if _loses_spaces(tokenizer):
+            # The class that the folder names rebuilds the tokenizer in another way than its tokenizer.json says.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
     except (OSError, ValueError) as exc:
         raise UserError(f"no usable tokenizer in {name}: {str(exc).splitlines()[0]}") from exc
+    if _loses_spaces(tokenizer):
+        raise UserError(f"the tokenizer of {name} loses the spaces of a text; a model trained with it would be of no use")
+    return tokenizer
+
+
+def _loses_spaces(tokenizer: Any) -> bool:
+    return tokenizer.decode(tokenizer("a b", add_special_tokens=False)["input_ids"]) == "ab"
 
 
 def build_template(

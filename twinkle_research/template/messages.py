@@ -12,7 +12,7 @@ from twinkle_research.errors import DataError, nearest
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Other names under which data sets store the same thing.
 _ROLE_ALIASES = {"function": "tool"}
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -107,11 +107,6 @@ def split_inline_thinking(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "reasoning_content": match.group(1).strip("\n"), "content": rest.lstrip("\n")}
 
 
-def thinking_of(message: dict[str, Any]) -> str:
-    """The message's thinking, wherever it stands; '' where there is none."""
-    return split_inline_thinking(message).get("reasoning_content", "").strip()
-
-
 def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
     message = parse_json(message, where, dict)
     # Columnar files give every message every key; an absent one is None there.
@@ -121,7 +116,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
     if role not in ROLES:
         raise DataError(f"{where}.role is {role!r}; {nearest(str(role), ROLES)}")
     out = {**message, "role": role, "content": _text(message.get("content", ""), f"{where}.content")}
-    for key in _REASONING_KEYS:
+    for key in REASONING_KEYS:
         value = out.pop(key, None)
         if value:
             if not isinstance(value, str) or role != "assistant":

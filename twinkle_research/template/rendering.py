@@ -7,6 +7,7 @@ ends a turn, what the generation prompt adds. The facts that labels need are mea
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
@@ -19,11 +20,13 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from twinkle_research.errors import DataError
-from twinkle_research.template.messages import split_inline_thinking
+from twinkle_research.template.messages import REASONING_KEYS, split_inline_thinking
 
 _MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
 # Probe texts. Private-use characters: no template and no data set writes them.
 PROBE, _USER_1, _TURN_1, _USER_2, _TURN_2, _THOUGHT = (f"\ue000{c}\ue001" for c in "abcdef")
+# What templates that print today's date get, so that a run continued on another day trains on the same tokens.
+_DATE = datetime.date(2025, 1, 1)
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 
 Messages = list[dict[str, Any]]
@@ -41,8 +44,9 @@ class TurnFacts:
     (the model must learn to stop), without the separator that follows. ``injected``: what the template puts before
     the content only sometimes, such as an empty thinking block; never trained. ``prompt_on`` / ``prompt_off``: the
     generation prompt differs with enable_thinking. ``has_prompt``: add_generation_prompt has an effect.
-    ``thinking``: how thinking must be handed over: "field" (reasoning_content), "inline" (in the content) or "none".
-    ``json_arguments``: tool-call arguments must be JSON text instead of objects.
+    ``thinking``: where thinking must stand to be shown: a key of the message, "inline" (in the content), or "none".
+    ``json_arguments``: tool-call arguments must be JSON text instead of objects. ``null_content``: the empty content
+    of a turn with tool calls must be None.
     """
 
     tail: str
@@ -52,6 +56,7 @@ class TurnFacts:
     thinking_switch: bool
     thinking: str
     json_arguments: bool
+    null_content: bool
 
 
 class ChatRenderer:
@@ -78,7 +83,7 @@ class ChatRenderer:
         return self._render(messages, tools, True, {})
 
     def _render(self, messages: Messages, tools: Any, marked: bool, options: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        arguments = {**self._special, "enable_thinking": self.enable_thinking, **options}
+        arguments = {**self._special, "enable_thinking": self.enable_thinking, "strftime_now": _DATE.strftime, **options}
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
@@ -96,18 +101,27 @@ class ChatRenderer:
         return [self._adapt_turn(m) if m["role"] == "assistant" else m for m in messages]
 
     def _adapt_turn(self, message: dict[str, Any]) -> dict[str, Any]:
-        if self.facts.thinking == "field":
+        form = self.facts.thinking
+        if form in REASONING_KEYS:
             message = split_inline_thinking(message)
-        elif self.facts.thinking == "inline" and "reasoning_content" in message:
-            message = dict(message)
-            message["content"] = inline_thinking(message.pop("reasoning_content").strip("\n"), message["content"])
-        if "tool_calls" in message and self.facts.json_arguments:
-            calls = [
-                {**c, "function": {**c["function"], "arguments": to_json(c["function"]["arguments"])}}
-                for c in message["tool_calls"]
-            ]
-            message = {**message, "tool_calls": calls}
+        if form != "none" and "reasoning_content" in message:
+            thinking = message["reasoning_content"]
+            message = {k: v for k, v in message.items() if k != "reasoning_content"}
+            if form == "inline":
+                message["content"] = inline_thinking(thinking.strip("\n"), message["content"])
+            else:
+                message[form] = thinking
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": [self._adapt_call(call) for call in message["tool_calls"]]}
+            if self.facts.null_content and not message["content"]:
+                message["content"] = None
         return message
+
+    def _adapt_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if self.facts.json_arguments:
+            function = {**function, "arguments": to_json(function["arguments"])}
+        return {**call, "function": function}
 
     @cached_property
     def added_tokens(self) -> list[str]:
@@ -136,6 +150,7 @@ class ChatRenderer:
             self.render([user], add_generation_prompt=True, enable_thinking=flag).partition(_USER_1)[2] for flag in (True, False)
         ]
         plain = self.render([user], add_generation_prompt=False).partition(_USER_1)[2]
+        json_arguments, null_content = self._call_form(user)
         header = before_first or head.partition(_USER_1)[2]
         return TurnFacts(
             tail=tail,
@@ -144,32 +159,33 @@ class ChatRenderer:
             has_prompt=any(p != plain for p in prompts),
             thinking_switch=prompts[0] != prompts[1],
             thinking=self._thinking_form(user),
-            json_arguments=self._wants_json_arguments(user),
+            json_arguments=json_arguments,
+            null_content=null_content,
         )
 
     def _thinking_form(self, user: dict[str, Any]) -> str:
-        forms = {
-            "field": {"role": "assistant", "content": _TURN_1, "reasoning_content": _THOUGHT},
-            "inline": {"role": "assistant", "content": inline_thinking(_THOUGHT, _TURN_1)},
-        }
-        for form, message in forms.items():
-            if _THOUGHT in self.render([user, message]):
-                return form
-        return "none"
+        for key in REASONING_KEYS:
+            if _THOUGHT in self.render([user, {"role": "assistant", "content": _TURN_1, key: _THOUGHT}]):
+                return key
+        inline = {"role": "assistant", "content": inline_thinking(_THOUGHT, _TURN_1)}
+        return "inline" if _THOUGHT in self.render([user, inline]) else "none"
 
-    def _wants_json_arguments(self, user: dict[str, Any]) -> bool:
-        """True where an object of arguments fails or comes out as Python's repr."""
+    def _call_form(self, user: dict[str, Any]) -> tuple[bool, bool]:
+        """(arguments as JSON text, empty content as None): the first form in which a tool call is shown whole."""
         arguments = {_TURN_1: _TURN_2}
-        function = {"name": "f", "arguments": arguments}
-        call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-        try:
-            return repr(arguments) in self.render([user, call])
-        except RenderError:
-            function["arguments"] = to_json(arguments)
-            try:
-                return _TURN_2 in self.render([user, call])
-            except RenderError:
-                return False  # no tool calls at all: rows that have some are refused one by one
+        for null_content in (False, True):
+            for json_arguments in (False, True):
+                function = {"name": PROBE, "arguments": to_json(arguments) if json_arguments else arguments}
+                calls = [{"id": "call00001", "type": "function", "function": function}]
+                message = {"role": "assistant", "content": None if null_content else "", "tool_calls": calls}
+                try:
+                    text = self.render([user, message])
+                except RenderError:
+                    continue
+                # Python's repr, which some templates would give, shows these characters as escapes.
+                if PROBE in text and _TURN_2 in text and str(None) not in text:
+                    return json_arguments, null_content
+        return False, False  # no tool calls at all: rows that have some are refused one by one
 
 
 class Cleaned:

@@ -119,10 +119,7 @@ def _start(renderer: ChatRenderer, before: Messages, tools: Tools, after: str) -
     lengths = []
     if facts.has_prompt:
         # A turn without thinking follows the prompt that switches it off, whatever the setting says.
-        for thinking in {
-            renderer.enable_thinking,
-            not renderer.enable_thinking if facts.thinking_switch else renderer.enable_thinking,
-        }:
+        for thinking in (True, False) if facts.thinking_switch else (renderer.enable_thinking,):
             try:
                 prompt = renderer.render(before, tools, add_generation_prompt=True, enable_thinking=thinking)
             except RenderError:
@@ -137,8 +134,8 @@ def _start(renderer: ChatRenderer, before: Messages, tools: Tools, after: str) -
     plain = Cleaned(probe, facts.injected).clean.partition(PROBE)[0]
     if not after.startswith(plain):
         raise DataError(
-            f"the chat template of {renderer.name} renders the messages before an assistant turn differently with and "
-            "without it, so the trained text cannot be told from its context; mark it with {% generation %}"
+            f"the chat template of {renderer.name} renders the messages before an assistant message differently with and "
+            "without it, so what is trained cannot be told from its context"
         )
     if facts.has_prompt or not before:
         return len(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -93,7 +94,9 @@ class Tracker:
         from twinkle_research.tracking.report import write_report
 
         try:
-            path = write_report([self.folder], self.folder / "report.html", state=state, objective=objective)
+            error = sys.exc_info()[1] if state == "failed" else None  # status.json does not have it yet
+            out = self.folder / "report.html"
+            path = write_report([self.folder], out, state=state, objective=objective, error=error)
         except (OSError, UserError) as error:  # the run itself is done and saved
             self.message(f"report.html could not be written: {error}")
         else:
@@ -124,7 +127,7 @@ def build_tracker(
     progress = build_progress(cfg.tracking.progress, total_steps, cfg.tracking.log_every)
     files = RunFiles(root, resume_step)
     if files.missing:
-        progress.message(f"metrics.jsonl lacks steps {files.missing[0]} to {files.missing[1]}, which the checkpoint has behind it")
+        progress.message(f"metrics.jsonl lacks steps {files.missing[0]} to {files.missing[1]} that the checkpoint has behind it")
     sinks: list[Sink] = [files]
     if cfg.tracking.tensorboard:
         sinks.append(TensorBoardTracker(root / "tensorboard", resume_step))

@@ -64,7 +64,7 @@ def parse(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
         except ValueError as error:
             if end == len(data):
                 return
-            raise CheckpointError(f"{path}:{number}: not a JSON object ({error}); the file was changed or the disk lost data") from error
+            raise CheckpointError(f"{path}:{number}: not JSON ({error}): the file was changed or the disk lost data") from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise CheckpointError(f"{path}:{number}: a row must be an object with an integer 'step'")
         yield end, row

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 FLUSH_SECONDS = 10
+QUEUE_SIZE = 1000  # the default of 10 makes the training wait for the writer's thread
 
 
 class TensorBoardTracker:
@@ -55,7 +56,7 @@ class TensorBoardTracker:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         again = self.folder.exists()
-        writer = EventFileWriter(str(self.folder), flush_secs=FLUSH_SECONDS)
+        writer = EventFileWriter(str(self.folder), max_queue_size=QUEUE_SIZE, flush_secs=FLUSH_SECONDS)
         if again:  # also after a kill before the first checkpoint, when all is written anew
             first = self.resume_step + 1 if self.resume_step else 0
             writer.add_event(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))

@@ -107,6 +107,7 @@ class WandbTracker:
         self.resume_step = resume_step
         self.message = message
         self._server_step: int | None = None
+        self._given_up = False
         self._queue: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         # What is before the checkpoint is read now: these files grow from here on.
         self._before = self._rows_before() if resume_step else []
@@ -127,6 +128,7 @@ class WandbTracker:
         self._queue.put(("finish", state))
         self._thread.join(PROBE_SECONDS + INIT_SECONDS + 2 * FINISH_SECONDS)
         if self._thread.is_alive():
+            self._given_up = True
             self.message(f"W&B did not finish in time; what it has is in {self.folder / 'wandb'}, all rows are in {METRICS}")
 
     # --- in the thread ------------------------------------------------------------------------------------------
@@ -134,15 +136,16 @@ class WandbTracker:
     def _guarded(self) -> None:
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 (a third party's service must never end a training run)
-            self.message(
-                f"W&B failed and is off for the rest of this run ({type(error).__name__}: {first_line(error)}); "
-                f"training goes on, and all rows are in {METRICS}"
-            )
+        except Exception as error:  # a third party's service must never end a training run
+            if not self._given_up:
+                self.message(
+                    f"W&B failed and is off for the rest of this run ({type(error).__name__}: {first_line(error)}); "
+                    f"training goes on, and all rows are in {METRICS}"
+                )
 
     def _work(self) -> None:
         run = self._start()
-        recorded = recorded_rows(self.folder / "wandb", self.run_id)
+        recorded = recorded_rows(self.folder / "wandb", self.run_id, after=self.resume_step)
         arrived = self._arrived(recorded)
         tables = TableSender(run, self.message)
         self._send_missing(run, tables, arrived)
@@ -280,7 +283,7 @@ class TableSender:
             cells = [[table_cell(row.get(name)) for name in columns] for row in rows]
             try:
                 log_values(self.run, {"step": step, "samples": wandb.Table(columns=columns, data=cells)})
-            except Exception as error:  # noqa: BLE001 (as above)
+            except Exception as error:  # as above
                 if not self._given_up:
                     self.message(f"W&B took no sample table ({type(error).__name__}: {first_line(error)}); see {SAMPLES}")
                 return

@@ -43,22 +43,35 @@ def read_records(path: Path) -> Iterator[Any]:
             yield record
 
 
+def name_of(item: Any) -> str:
+    return item.key or ".".join(item.nested_key)
+
+
+def values_of(history: Any) -> dict[str, Any]:
+    """The row of one history record."""
+    return {name_of(item): json.loads(item.value_json) for item in history.item}
+
+
 def read_history(path: Path) -> Iterator[dict[str, Any]]:
     """The logged rows of one file."""
     for record in read_records(path):
         if record.WhichOneof("record_type") == "history":
-            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            yield values_of(record.history)
 
 
-def recorded_rows(folder: Path, run_id: str) -> dict[int, dict[str, Any]]:
-    """All rows with a ``step`` that any attempt of the run recorded under ``folder``; the newest of a step wins."""
+def recorded_rows(folder: Path, run_id: str, after: int = -1) -> dict[int, dict[str, Any]]:
+    """All rows with a ``step`` that any attempt of the run recorded under ``folder``; the newest of a step wins.
+
+    Rows up to step ``after`` are left empty: of those only the steps are of interest, and decoding takes most of the time.
+    """
     rows: dict[int, dict[str, Any]] = {}
-    files = sorted(folder.glob(f"*run-*/run-{run_id}.wandb"), key=lambda p: (p.parent.name.rpartition("run-")[2], p.parent.name))
-    for path in files:
-        if path.parent.is_symlink():
-            continue  # latest-run
-        for row in read_history(path):
-            step = row.get("step")
+    files = folder.glob(f"*run-*/run-{run_id}.wandb")
+    for path in sorted(files, key=lambda p: (p.parent.name.rpartition("run-")[2], p.parent.name)):
+        for record in read_records(path):
+            if record.WhichOneof("record_type") != "history":
+                continue
+            step = next((json.loads(item.value_json) for item in record.history.item if name_of(item) == "step"), None)
             if isinstance(step, int):
+                row = values_of(record.history) if step > after else {}
                 rows[step] = rows.get(step, {}) | row
     return rows

@@ -30,6 +30,8 @@ HEARTBEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 # The workers of a launcher that was killed die in a moment; they share its flock until then.
 LINGER_SECONDS = 10.0
+# A process that was just killed may be seen alive for a moment.
+DYING_SECONDS = 1.0
 
 
 class RunLock:
@@ -103,7 +105,7 @@ class RunLock:
             return "free" if free else lingering
         if same_machine(holder):
             if process_lives(holder):
-                return "live"
+                return "live" if waited > DYING_SECONDS else "wait"
             return "free" if free else lingering
         if earlier_attempt(holder):
             return "free" if free else "stuck"

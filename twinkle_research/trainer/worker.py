@@ -153,17 +153,19 @@ def die_with_parent(fd: int) -> None:
 
 def join(cfg: TrainConfig, world: WorldInfo, entry: str = ENTRY) -> NoReturn:
     """Joins the other ranks; the config and the folder of rank 0 count for all. Ends the process."""
-    with StopSignals(echo_seconds=LAUNCHER_ECHO_SECONDS) as stop:
-        from twinkle_research.distributed.runtime import Runtime
+    from twinkle_research.distributed.runtime import Runtime
 
-        runtime = Runtime.start(cfg.launch, cfg.backend.device, world, stop)
-        folder, code = agree_on_folder(cfg, runtime, world)
-        if folder is None:
-            runtime.barrier()
-            runtime.close()
-            sys.exit(code)
-        code = run_rank(folder, world, stop, entry, runtime=runtime)
-        folder.lock.release()
+    # Never restored: srun terminates the ranks that are still on their way out when the first one has left with 75.
+    stop = StopSignals(echo_seconds=LAUNCHER_ECHO_SECONDS)
+    stop.install()
+    runtime = Runtime.start(cfg.launch, cfg.backend.device, world, stop)
+    folder, code = agree_on_folder(cfg, runtime, world)
+    if folder is None:
+        runtime.barrier()
+        runtime.close()
+        sys.exit(code)
+    code = run_rank(folder, world, stop, entry, runtime=runtime)
+    folder.lock.release()
     leave(code)
 
 

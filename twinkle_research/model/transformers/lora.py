@@ -186,25 +186,25 @@ def config_json(config: LoraConfig) -> dict[str, Any]:
 # --- the output projection and merged weights ---------------------------------------------------------------------------
 
 
-def head_terms(head: nn.Module, hidden_ND: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def head_terms(head: nn.Module, hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """(hidden, weight, bias) whose product is what the output projection computes, with the adapter it may carry.
 
     LoRA on the projection is exact as one wider product: [h, s A h] [W, B]^T.
     """
     if isinstance(head, nn.Linear):
-        return hidden_ND, head.weight, head.bias
+        return hidden_BTD, head.weight, head.bias
     from peft.utils.other import ModulesToSaveWrapper
 
     if isinstance(head, ModulesToSaveWrapper):
         active = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapter]
-        return hidden_ND, active.weight, active.bias
+        return hidden_BTD, active.weight, active.bias
     base = head.get_base_layer()
     if head.disable_adapters:
-        return hidden_ND, base.weight, base.bias
+        return hidden_BTD, base.weight, base.bias
     (adapter,) = head.active_adapters
     a, b = head.lora_A[adapter], head.lora_B[adapter]
-    low = a(head.lora_dropout[adapter](hidden_ND.to(a.weight.dtype))) * head.scaling[adapter]
-    hidden = torch.cat([hidden_ND, low.to(hidden_ND.dtype)], dim=1)
+    low = a(head.lora_dropout[adapter](hidden_BTD.to(a.weight.dtype))) * head.scaling[adapter]
+    hidden = torch.cat([hidden_BTD, low.to(hidden_BTD.dtype)], dim=-1)
     return hidden, torch.cat([base.weight, b.weight.to(base.weight.dtype)], dim=1), base.bias
 
 

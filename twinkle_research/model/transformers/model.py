@@ -229,7 +229,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
                 item.micro.inputs = other.micro.inputs
         for item in self._scored:
             self._compute_loss(item, 1.0)
-        total = sum(float(item.output.loss) for item in self._scored if item.output is not None)
+        total = sum(float(item.output.loss.detach()) for item in self._scored if item.output is not None)
         return total / max(self.loss.count(features), 1)
 
     def backward(self, adapter_name: str | None = None) -> None:

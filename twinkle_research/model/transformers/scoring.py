@@ -78,8 +78,8 @@ class Scorer:
         hidden_BTD = self.body(**self._body_inputs(micro.batch))[0]
         positions_N = micro.positions_N.to(self.device)
         labels_N = micro.batch.labels.view(-1)[micro.positions_N].to(self.device)
+        hidden_BTD, weight_VD, bias_V = head_terms(self.module.get_output_embeddings(), hidden_BTD)
         hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]).index_select(0, positions_N)
-        hidden_ND, weight_VD, bias_V = head_terms(self.module.get_output_embeddings(), hidden_ND)
         known_N = None
         if weight_VD.requires_grad and torch.is_grad_enabled() and normalizer is not None:
             known_BT = loss.logprob_gradient(micro.inputs, normalizer)

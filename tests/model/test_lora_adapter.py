@@ -1,0 +1,199 @@
+"""What LoRA settings do, and that wrong ones are refused by name."""
+
+import pytest
+import torch
+from conftest import make_rows
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import load_file
+
+from twinkle_research.errors import CheckpointError, ConfigError, UserError
+from twinkle_research.model.config import LoraAdapterConfig
+from twinkle_research.model.transformers import TransformersModel
+
+
+def add(folder, config, dtype="float32", **options):
+    model = TransformersModel(folder, dtype=dtype, **options)
+    model.add_adapter_to_model("default", config)
+    return model
+
+
+def train(model, rows, steps=2):
+    model.set_optimizer("AdamW", lr=1e-2)
+    for _ in range(steps):
+        model.forward_backward(rows, normalizer=model.count(rows))
+        model.clip_grad_and_step()
+
+
+def adapted(model):
+    return sorted({name.split(".lora_A")[0] for name in model.training_state().parameters if ".lora_A" in name})
+
+
+@pytest.fixture(scope="module")
+def untied_llama(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("untied")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_s19_all_linear_is_every_layers_seven(tiny_llama):
+    names = adapted(add(tiny_llama, LoraAdapterConfig()))
+    assert len(names) == 14 and not any("lm_head" in name or "embed" in name for name in names)
+    assert len(adapted(add(tiny_llama, LoraConfig(target_modules="all-linear")))) == 14
+    assert len(adapted(add(tiny_llama, LoraConfig(target_modules=r".*\.(q|v)_proj")))) == 4
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LoraAdapterConfig(target_modules=["q_proj", "v_porj"]), "no module named 'v_porj'; did you mean 'v_proj'"),
+        (LoraAdapterConfig(modules_to_save=["embed_token"]), "modules_to_save: .*'embed_token'; did you mean 'embed_tokens'"),
+        (LoraAdapterConfig(target_modules=["mlp"]), "names model.layers.0.mlp, a LlamaMLP"),
+        (LoraAdapterConfig(target_modules=["q_proj", "lm_head"]), "share one weight.*modules_to_save=.lm_head."),
+        (LoraAdapterConfig(target_modules=["embed_tokens"]), "would untie"),
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (LoraConfig(target_modules=["q_proj"], bias="all"), "biases"),
+        (LoraAdapterConfig(dropout=1.0), "adapter.dropout"),
+    ],
+)
+def test_s19_wrong_settings(tiny_llama, config, message):
+    with pytest.raises(ConfigError, match=message):
+        add(tiny_llama, config)
+
+
+@pytest.mark.parametrize("rank", [0, -5, 1.5, True])
+def test_s19_wrong_ranks(tiny_llama, rank):
+    with pytest.raises((ConfigError, ValueError), match="r"):
+        add(tiny_llama, LoraAdapterConfig(r=rank))
+
+
+def test_starts_as_the_base_model_drawn_by_key(tiny_llama):
+    rows = make_rows(3)
+    base = TransformersModel(tiny_llama).forward_only(rows).result["logps"]
+    torch.manual_seed(99)
+    model = add(tiny_llama, LoraAdapterConfig(r=4), seed=7)
+    assert model.forward_only(rows).result["logps"] == base
+    parameters = model.training_state().parameters
+    torch.manual_seed(1)
+    fewer = add(tiny_llama, LoraAdapterConfig(r=4, target_modules=["v_proj"]), seed=7).training_state().parameters
+    for name, p in fewer.items():  # no draw depends on how many came before it
+        assert torch.equal(p, parameters[name])
+    a = [p for name, p in parameters.items() if ".lora_A" in name]
+    b = [p for name, p in parameters.items() if ".lora_B" in name]
+    assert all((p.abs() <= p.shape[1] ** -0.5).all() and p.std() > 0.4 * p.shape[1] ** -0.5 for p in a)
+    assert all((p == 0).all() for p in b) and all(p.dtype == torch.float32 for p in a + b)
+    other = add(tiny_llama, LoraAdapterConfig(r=4), seed=8).training_state().parameters
+    assert not any(torch.equal(p, other[name]) for name, p in parameters.items() if ".lora_A" in name)
+
+
+KINDS = {
+    "plain": LoraAdapterConfig(r=4),
+    "rslora": LoraAdapterConfig(r=4, rslora=True),
+    "dora": LoraAdapterConfig(r=4, dora=True),
+    "embeddings": LoraAdapterConfig(r=4, modules_to_save=["embed_tokens"]),
+    "head": LoraAdapterConfig(r=4, modules_to_save=["lm_head"]),
+    "norm": LoraAdapterConfig(r=4, modules_to_save=["norm"]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_folder_is_pefts_and_merged_weights_agree(tiny_llama, untied_llama, kind, tied, dtype, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_llama if tied else untied_llama
+    rows = make_rows(4)
+    model = add(folder, KINDS[kind], dtype)
+    train(model, rows)
+    after = model.forward_only(rows).result["logps"]
+    saved = model.save("x", output_dir=str(tmp_path))
+    ours = load_file(f"{saved.checkpoint_dir}/adapter/adapter_model.safetensors")
+    theirs = get_peft_model_state_dict(model.module)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k].cpu()) for k in ours)
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    reloaded = PeftModel.from_pretrained(base, f"{saved.checkpoint_dir}/adapter")
+    logits = reloaded(input_ids=torch.tensor([rows[0]["input_ids"]])).logits[0].float()
+    labels = torch.tensor(rows[0]["labels"])
+    logps = (logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1) * (labels >= 0)).tolist()
+    assert logps == pytest.approx(after[0], abs=1e-5 if dtype == "float32" else 0.1)
+
+    started_from_it = TransformersModel(folder, dtype=dtype)
+    started_from_it.add_adapter_to_model("default", f"{saved.checkpoint_dir}/adapter")
+    assert started_from_it.forward_only(rows).result["logps"] == after
+
+    merged = dict(model.named_weights())
+    plain = TransformersModel(folder, dtype=dtype)
+    assert merged.keys() == dict(plain.module.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in plain.module.named_parameters():
+            parameter.copy_(merged[name])
+    for mine, right in zip(plain.forward_only(rows).result["logps"], after):
+        assert mine == pytest.approx(right, abs=1e-4 if dtype == "float32" else 0.15)
+
+
+def test_tied_embeddings_stay_tied(tiny_llama):
+    """Both the embedding and the head use, and train, one copy."""
+    model = add(tiny_llama, KINDS["embeddings"])
+    names = [name for name in model.training_state().parameters if "lora" not in name]
+    assert names == ["base_model.model.model.embed_tokens.weight"]
+    train(model, make_rows(4))
+    base = model.module.get_base_model()
+    assert base.lm_head.modules_to_save["default"].weight is base.model.embed_tokens.modules_to_save["default"].weight
+    assert not torch.equal(base.lm_head.modules_to_save["default"].weight, base.lm_head.original_module.weight)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_lora_on_the_projection_itself(untied_llama, dropout):
+    """Through the chunked head, against PEFT's own forward pass."""
+    rows = make_rows(3)
+    model = add(untied_llama, LoraAdapterConfig(r=4, target_modules=["q_proj", "lm_head"], dropout=dropout), logits_chunk=4)
+    train(model, rows)
+    assert "base_model.model.lm_head" in adapted(model)
+    logps = model.forward_only(rows).result["logps"]
+    for row, ours in zip(rows, logps):
+        logits = model.module(input_ids=torch.tensor([row["input_ids"]])).logits[0]
+        labels = torch.tensor(row["labels"])
+        right = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1) * (labels >= 0)
+        assert ours == pytest.approx(right.tolist(), abs=1e-5)
+    with pytest.raises(ConfigError, match="dora=true is not supported on lm_head"):
+        add(untied_llama, LoraAdapterConfig(target_modules=["lm_head"], dora=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_model_can_be_scored_beside_the_adapter(tiny_llama, kind):
+    rows = make_rows(3)
+    base = TransformersModel(tiny_llama).forward_only(rows).result["logps"]
+    model = add(tiny_llama, KINDS[kind])
+    train(model, rows)
+    trained = model.forward_only(rows).result["logps"]
+    assert trained != base
+    assert model.forward_only(rows, disable_lora=True).result["logps"] == base
+    assert model.forward_only(rows).result["logps"] == trained
+    assert all(p.requires_grad for p in model.training_state().parameters.values())
+    train(model, rows, 1)
+
+
+def test_training_state_names(tiny_llama):
+    model = add(tiny_llama, LoraAdapterConfig(r=2))
+    configs = model.get_train_configs()
+    assert configs.adapter["r"] == 2 and configs.adapter_name == "default" and configs.loss == "CrossEntropyLoss"
+    assert configs.trainable_parameters == sum(p.numel() for p in model.training_state().parameters.values())
+    assert model.get_state_dict().keys() == model.training_state().parameters.keys()
+    with pytest.raises(UserError, match="no adapter 'other'; the model has default"):
+        model.count(make_rows(1)) and model.training_state("other")
+    with pytest.raises(UserError, match="once"):
+        model.add_adapter_to_model("second", LoraAdapterConfig())
+    with pytest.raises(UserError, match="needs an adapter"):
+        TransformersModel(tiny_llama).forward_only(make_rows(1), disable_lora=True)
+
+
+def test_a_folder_that_is_no_lora(tiny_llama, tmp_path):
+    with pytest.raises((CheckpointError, ConfigError, ValueError)):
+        add(tiny_llama, str(tmp_path))
