@@ -98,7 +98,9 @@ class Bare:
 
             from twinkle_research.model.transformers.lora import init_lora
 
-            self.model = get_peft_model(self.model, LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, task_type="CAUSAL_LM"))
+            self.model = get_peft_model(
+                self.model, LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, task_type="CAUSAL_LM")
+            )
             init_lora(self.model, "default", seed=0)  # the same start, so that the losses can be compared
         self.model.train()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -163,7 +165,11 @@ def measure(name: str, turns: int, steps: int, root: Path) -> dict[str, float]:
     env = {"OMP_NUM_THREADS": "1", **os.environ, "HF_HUB_OFFLINE": "1"}
     sides = {
         side: subprocess.Popen(
-            [sys.executable, __file__, "--serve", side, folder, name], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, __file__, "--serve", side, folder, name],
+            env=env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         for side in ("bare", "ours")
     }
@@ -204,7 +210,8 @@ def main() -> None:
     if args.serve:
         return serve(args.serve[0], args.serve[1], CASES[args.serve[2]])
     table = {}
-    print(f"{'case':18}{'bare s':>9}{'ours s':>9}{'ratio':>8}{'wall':>8}{'bare GiB':>10}{'ours GiB':>10}{'ratio':>8}{'loss gap':>11}")
+    heads = ["bare s", "ours s", "ratio", "wall", "bare GiB", "ours GiB", "ratio", "loss gap"]
+    print("case".ljust(18) + "".join(head.rjust(width) for head, width in zip(heads, (9, 9, 8, 8, 10, 10, 8, 11))))
     with tempfile.TemporaryDirectory() as root:
         for name in args.case or CASES:
             steps = args.steps or {"135m": 2, "5m": 10, "0.2m": 50}[CASES[name].model]

@@ -1,7 +1,7 @@
 """No setting without effect: every leaf of conf/ is read by the code that acts on it.
 
-Tiny runs with real parts are traced: each read of a setting is recorded with the place that reads it. Copying a whole
-config (to store it, to show it, to compare it) and checking it do not count as reading.
+Tiny runs with the real parts are traced: each read of a setting is recorded with the place that reads it. Checking a
+config, and copying a whole one to store, show or compare it, do not count as reading.
 """
 
 import dataclasses
@@ -11,21 +11,37 @@ from typing import Any
 
 import pytest
 
-from twinkle_research.config import compose, save_config, to_object, validate
-from twinkle_research.config.cli import start_run
+from twinkle_research.config import cli, compose
 from twinkle_research.config.keys import all_keys
 from twinkle_research.distributed.env import WorldInfo
+from twinkle_research.trainer import worker
 from twinkle_research.trainer.config import TrainConfig
 
-# Frames that look at settings only to check, copy or show them.
-NOT_READERS = ("dataclasses.py", "copy.py", "config/checks.py", "config/inputs.py", "config/memory.py", "config/resume.py")
-NOT_READERS += ("config/storage.py", "config/keys.py", "config/composing.py", "test_leaves_are_read.py")
-SHOWING = ("print_plan", "_rows", "_warnings", "_model_text", "_adapter_text", "_length_text", "_batch_text", "_folder_text", "_wandb_text")
+# Code that looks at settings only to check, copy or show them: (end of the file's name, functions that do act).
+LOOKERS = {
+    "config/checks.py": (),
+    "config/inputs.py": (),
+    "config/memory.py": (),
+    "config/resume.py": (),
+    "config/storage.py": (),
+    "config/plan.py": ("run_plan", "_processes"),
+}
+COPYING = ("dataclasses.py", "copy.py")
+COPIES = ("tracking/build.py", "<dictcomp>")  # the whole config, for W&B
 
 # `name` says which option a section is, and architecture describes a shipped model: neither can be set.
 SETTINGS = {k for k in all_keys() if not (k.endswith(".name") and k.count(".") == 1) and not k.startswith("model.architecture.")}
 
+# Read only where there are other ranks to wait for, which one process has not.
+BETWEEN_RANKS = {"launch.timeout_minutes": "distributed/runtime.py"}
+
 Reads = dict[str, set[str]]
+
+
+def acts(file: str, function: str) -> bool:
+    looker = next((functions for end, functions in LOOKERS.items() if file.endswith(end)), None)
+    copies = file.endswith(COPIES[0]) and function == COPIES[1]
+    return not copies and "omegaconf" not in file and (looker is None or function in looker)
 
 
 def traced(config: TrainConfig, reads: Reads) -> TrainConfig:
@@ -41,9 +57,11 @@ def traced(config: TrainConfig, reads: Reads) -> TrainConfig:
         def read(self: Any, name: str) -> Any:
             if name in names:
                 frame = sys._getframe(1)
-                file, function = frame.f_code.co_filename, frame.f_code.co_name
-                if not file.endswith(NOT_READERS) and not (file.endswith("tracking/build.py") and function == "<dictcomp>") and "omegaconf" not in file and function not in SHOWING:
-                    reads.setdefault(prefix + name, set()).add(f"{Path(file).name}:{function}")
+                while frame.f_back and frame.f_code.co_filename.endswith(COPYING):
+                    frame = frame.f_back  # who has this section as a dict
+                code = frame.f_code
+                if acts(code.co_filename, code.co_name):
+                    reads.setdefault(prefix + name, set()).add(f"{Path(code.co_filename).name}:{code.co_name}")
             return cls.__getattribute__(self, name)
 
         node.__class__ = type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
@@ -52,38 +70,50 @@ def traced(config: TrainConfig, reads: Reads) -> TrainConfig:
     return config
 
 
-def traced_run(reads: Reads, folder: Path, *words: str) -> None:
-    """One run as a worker makes it, on a traced config."""
-    from twinkle_research.distributed.runtime import Runtime
-    from twinkle_research.trainer.run import run
-    from twinkle_research.trainer.rundir import RunFolder
-
-    cfg = compose(["backend.device=cpu", "data.max_length=256", f"run_dir={folder}", *words])
-    config = validate(cfg)
-    place = RunFolder(folder, config.eval_only)
-    place.create()
-    save_config(cfg, place.own)
-    traced(config, reads)
-    runtime = Runtime.start(config.launch, config.backend.device, WorldInfo("plain"))
-    run(config, runtime, place)
-
-
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
+    """What four runs of ``python train.py`` read, in this process."""
     found: Reads = {}
     folder = tmp_path_factory.mktemp("traced")
     rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "2 + 2 =", "completion": " 4"}\n' * 6)
-    short = ["model=tiny", "trainer.max_steps=2", "trainer.batch_size=2", "data.limit=6"]
-    few = "trainer.sample_max_tokens=2"
-    own = ["data=jsonl", f"data.path={rows}", f"data.eval_path={rows}", "trainer.epochs=1", "data.preview=1"]
-    traced_run(found, folder / "a", *short, few, "data.eval_rows=2", "trainer.eval_every=1", "checkpoint.every=1")
-    traced_run(found, folder / "b", *short, *own, "adapter=none", "optimizer=muon", "scheduler=wsd", "scheduler.decay_steps=1")
-    traced_run(found, folder / "c", *short, few, "optimizer=sgd", "scheduler=cosine", "tracking.wandb.mode=offline")
+
+    def run(name: str, *words: str) -> None:
+        cfg = compose(
+            ["model=tiny", "backend.device=cpu", "trainer.batch_size=2", "data.limit=6", f"run_dir={folder / name}", *words]
+        )
+        assert cli.start_run(cfg, WorldInfo("plain")) == 0
+
+    validate, load_config = cli.validate, worker.load_config
+    few = ["trainer.sample_max_tokens=2", "data.eval_rows=2", "trainer.eval_every=1", "checkpoint.every=1", "adapter.dropout=0.1"]
+    own = ["data=jsonl", f"data.path={rows}", f"data.eval_path={rows}", "data.preview=1", "adapter=none", "optimizer=muon"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "validate", lambda *args, **kwargs: traced(validate(*args, **kwargs), found))
+        patch.setattr(worker, "load_config", lambda path: traced(load_config(path), found))
+        run("a", "trainer.max_steps=1", *few)
+        run("a", "trainer.max_steps=3", *few)
+        run("b", "trainer.max_steps=1", *own, "scheduler=wsd", "scheduler.decay_steps=1")
+        run(
+            "c",
+            "trainer.max_steps=1",
+            "optimizer=sgd",
+            "scheduler=cosine",
+            "tracking.wandb.mode=offline",
+            "data.sample_prompts=[]",
+        )
     return found
 
 
-def test_every_setting_is_read(reads: Reads) -> None:
+def test_every_setting_is_read(reads: Reads, root: Path) -> None:
     assert len(SETTINGS) > 80
-    unread = sorted(SETTINGS - set(reads))
-    assert not unread
+    unread = sorted(SETTINGS - set(reads) - set(BETWEEN_RANKS))
+    assert not unread, f"nothing reads {unread}"
+    for key, file in BETWEEN_RANKS.items():
+        assert key in (root / "twinkle_research" / file).read_text()
+
+
+def test_the_trace_tells_reading_from_looking(reads: Reads) -> None:
+    assert "runtime.py:start" in reads["launch.threads"]
+    assert not any(
+        place.split(":")[0] in ("checks.py", "storage.py", "resume.py") for places in reads.values() for place in places
+    )

@@ -101,29 +101,24 @@ def test_run_finished_refused_and_raised(tmp_path):
 
 
 def test_failure_on_one_screen(tmp_path):
+    """The failing rank leaves after its peer, which died of the closed connection: its own error is shown all the same."""
     folder = tmp_path / "X"
-    result = run("fail_on_last_rank", "run_dir=X", LONG, TWO, cwd=tmp_path)
+    result = run("fail_and_linger", "run_dir=X", LONG, TWO, cwd=tmp_path)
     assert result.returncode == 1
     screen = f"error: rank 1: {FAILED}\n  the traceback is in X/logs/rank-1.log\n"
     assert result.stderr == screen
     failed = status(folder)
     assert (failed["state"], failed["rank"], failed["type"]) == ("failed", 1, "ValueError")
     for text in (failed["traceback"], (folder / "logs/rank-1.log").read_text()):
-        assert "in fail_on_last_rank" in text and FAILED in text
+        assert "in fail_and_linger" in text and FAILED in text
     assert screen in (folder / "train.log").read_text()
+    assert "peer" in (folder / "logs/rank-0.log").read_text()  # what rank 0 saw is kept, off the screen
 
 
 def test_an_error_of_all_ranks_is_told_once(tmp_path):
     result = run("bad_data", "run_dir=X", LONG, TWO, cwd=tmp_path)
     assert result.returncode == 1
     assert result.stderr == "error: rows.jsonl:7: 'messages' is missing; give messages or prompt and completion\n"
-
-
-def test_error_of_the_first_rank_and_not_of_its_peers(tmp_path):
-    result = run("fail_and_linger", "run_dir=X", LONG, TWO, cwd=tmp_path)
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"error: rank 1: {FAILED}")
-    assert "peer" in (tmp_path / "X/logs/rank-0.log").read_text()  # what rank 0 saw is kept, off the screen
 
 
 def test_busy_ranks_are_ended(tmp_path):
@@ -134,15 +129,21 @@ def test_busy_ranks_are_ended(tmp_path):
     assert status(tmp_path / "X")["rank"] == 1
 
 
-@pytest.mark.parametrize("entry,name", [("die", "SIGKILL"), ("crash", "SIGSEGV")])
-def test_killed_worker_is_named(tmp_path, entry, name):
-    result = run(entry, "run_dir=X", LONG, TWO, cwd=tmp_path)
+def test_killed_worker_is_named(tmp_path):
+    began = time.monotonic()
+    result = run("die", "run_dir=X", LONG, TWO, cwd=tmp_path)
+    assert time.monotonic() - began < 40  # a few seconds on a machine that does nothing else
     assert result.returncode == 1
-    assert f"error: rank 1: killed by {name}" in result.stderr
+    assert "error: rank 1: killed by SIGKILL" in result.stderr
     failed = status(tmp_path / "X")
-    assert failed["state"] == "failed" and failed["rank"] == 1 and name in failed["message"]
-    if name == "SIGSEGV":
-        assert "in crash" in (tmp_path / "X/logs/rank-1.log").read_text()
+    assert failed["state"] == "failed" and failed["rank"] == 1 and "SIGKILL" in failed["message"]
+
+
+def test_crashed_worker_leaves_its_stack(tmp_path):
+    result = run("crash", "run_dir=X", "--child", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "error: killed by SIGSEGV" in result.stderr
+    assert "in crash" in (tmp_path / "X/logs/rank-0.log").read_text()
 
 
 def test_worker_without_account(tmp_path):

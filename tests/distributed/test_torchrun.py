@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import toy_runs
 from test_launcher import FAILED, HERE, LONG, children, environment, status, steps, wait_for
 
 
@@ -38,15 +37,6 @@ def test_failure_is_told_once(tmp_path):
     assert "Connection closed" not in result.stderr
     failed = status(tmp_path / "X")
     assert failed["state"] == "failed" and failed["rank"] == 1
-
-
-def test_refusal_ends_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert toy_runs.main(["count", "run_dir=X", "trainer.max_steps=2"]) == 0
-    result = run_under_torchrun(tmp_path, "count", "run_dir=X", "trainer.max_steps=4", "optimizer.lr=0.5")
-    assert result.returncode != 0
-    assert result.stderr.count("'optimizer.lr'") == 1
-    assert status(tmp_path / "X")["state"] == "finished"
 
 
 def test_stop_signal_that_arrives_twice(tmp_path):

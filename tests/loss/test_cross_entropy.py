@@ -40,7 +40,9 @@ def test_token_normalisation_is_torchs_cross_entropy(sample, smoothing):
     target = torch.where(mask.bool(), labels, -100)
     torchs = torch.nn.functional.cross_entropy(logits.reshape(-1, V), target.reshape(-1), label_smoothing=smoothing)
     assert torch.allclose(ours.loss, torchs, rtol=1e-12)
-    assert torch.allclose(*(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (ours.loss, torchs)), rtol=1e-10, atol=1e-14)
+    assert torch.allclose(
+        *(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (ours.loss, torchs)), rtol=1e-10, atol=1e-14
+    )
 
 
 def test_sequence_normalisation_is_the_mean_of_row_means(sample):
@@ -51,7 +53,7 @@ def test_sequence_normalisation_is_the_mean_of_row_means(sample):
     rows = [(nll[i] * mask[i]).sum() / mask[i].sum() for i in range(4) if mask[i].sum()]
     assert torch.allclose(out.loss, sum(rows) / 3, rtol=1e-12)
     assert torch.allclose(out.sequence_losses, torch.stack([rows[0], rows[1], torch.zeros_like(rows[0]), rows[2]]), rtol=1e-12)
-    features = [{"labels": [l if m else -100 for l, m in zip(ls, ms)]} for ls, ms in zip(labels.tolist(), mask.tolist())]
+    features = [{"labels": [label if m else -100 for label, m in zip(ls, ms)]} for ls, ms in zip(labels.tolist(), mask.tolist())]
     assert loss.count(features) == 3
     assert CrossEntropyLoss().count(features) == int(mask.sum())
 

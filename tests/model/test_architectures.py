@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_rows
+from tiny_models import make_rows
 
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.head import LogitTransform
@@ -22,7 +22,11 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2", {}, LogitTransform()),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}, LogitTransform()),
     "qwen3_5": ("Qwen3_5", {"layer_types": ["linear_attention", "full_attention"], **LINEAR}, LogitTransform()),
-    "gemma2": ("Gemma2", {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8, "sliding_window": 4}, LogitTransform(1.0, 5.0)),
+    "gemma2": (
+        "Gemma2",
+        {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8, "sliding_window": 4},
+        LogitTransform(1.0, 5.0),
+    ),
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 8, "sliding_window": 4}, LogitTransform()),
     "cohere": ("Cohere", {"logit_scale": 0.0625}, LogitTransform(0.0625)),
     "granite": ("Granite", {"logits_scaling": 4.0}, LogitTransform(0.25)),
@@ -123,6 +127,41 @@ def test_save_and_load_under_the_names_of_transformers(architecture, tmp_path):
     train(other)
     for p, q in zip(other.module.parameters(), model.module.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_checkpoint_with_a_vision_tower_trains_its_text_model(tmp_path):
+    """Qwen3.5 as it is published: transformers renames the text model's tensors while loading; we write the old names."""
+    from safetensors import safe_open
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "num_position_embeddings": 16,
+    }
+    text = {**BASE, **ARCHITECTURES["qwen3_5"][1]}
+    torch.manual_seed(0)
+    Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).save_pretrained(tmp_path / "whole")
+    model = TransformersModel(tmp_path / "whole")
+    model.set_optimizer("AdamW", lr=1e-3)
+    rows = make_rows(3)
+    model.forward_backward(rows, normalizer=model.count(rows))
+    model.clip_grad_and_step()
+    saved = model.save("x", str(tmp_path), save_optimizer=True)
+    names = set(safe_open(f"{saved.checkpoint_dir}/model/model.safetensors", "pt").keys())
+    published = set(safe_open(tmp_path / "whole" / "model.safetensors", "pt").keys())
+    assert names == {name for name in published if "visual" not in name}
+    moments = set(safe_open(f"{saved.checkpoint_dir}/optimizer/optimizer.safetensors", "pt").keys())
+    assert moments == {f"{name}.{slot}" for name in names for slot in ("exp_avg", "exp_avg_sq")}
+    logps = model.forward_only(rows).result["logps"]
+    assert TransformersModel(f"{saved.checkpoint_dir}/model").forward_only(rows).result["logps"] == logps
+    resumed = TransformersModel(tmp_path / "whole")
+    resumed.set_optimizer("AdamW", lr=1e-3)
+    resumed.resume_from_checkpoint(saved)
+    assert resumed.forward_only(rows).result["logps"] == logps
 
 
 def test_an_unknown_treatment_of_the_logits_is_refused_by_name():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import make_rows, relative_distance
+from tiny_models import make_rows, relative_distance
 from torch import nn
 
 from twinkle_research.errors import UserError

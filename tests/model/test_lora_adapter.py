@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import make_rows
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from tiny_models import make_rows
 
 from twinkle_research.errors import CheckpointError, ConfigError, UserError
 from twinkle_research.model.config import LoraAdapterConfig
@@ -35,7 +35,12 @@ def untied_llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("untied")
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
@@ -197,3 +202,15 @@ def test_training_state_names(tiny_llama):
 def test_a_folder_that_is_no_lora(tiny_llama, tmp_path):
     with pytest.raises((CheckpointError, ConfigError, ValueError)):
         add(tiny_llama, str(tmp_path))
+
+
+def test_s18_merged_weights_round_once(tiny_llama):
+    """1.003 + 0.003 in float32, exported as bfloat16, is 1.0078125; rounding the base first would give 1.0."""
+    model = add(tiny_llama, LoraAdapterConfig(r=1, alpha=1.0, target_modules=["q_proj"]))
+    layer = model.module.get_base_model().model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.base_layer.weight.fill_(1.003)
+        layer.lora_A["default"].weight.fill_(0.003)
+        layer.lora_B["default"].weight.fill_(1.0)
+    merged = dict(model.named_weights())["model.layers.0.self_attn.q_proj.weight"]
+    assert merged.to(torch.bfloat16).unique().tolist() == [1.0078125]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_rows
+from tiny_models import make_rows
 
 from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
 from twinkle_research.errors import CheckpointError
@@ -118,7 +118,10 @@ def test_weights_only_is_something_else(tiny_llama, tmp_path):
         other.resume_from_checkpoint(checkpoint, resume_only_model=True)
         assert same(dict(other.module.named_parameters()), dict(model.module.named_parameters()))
         assert other.training_state().optimizer.steps_done == 0
-        assert all(torch.equal(m, other.training_state().parameters[n].float()) for n, m in other.training_state().optimizer.masters.items())
+        assert all(
+            torch.equal(m, other.training_state().parameters[n].float())
+            for n, m in other.training_state().optimizer.masters.items()
+        )
     other.load("full", str(tmp_path), load_optimizer=True)
     assert same(everything(other), everything(model))
 
@@ -171,7 +174,10 @@ def test_the_trainers_checkpoint(tiny_llama, tmp_path):
 def test_two_saves_of_the_same_state_have_the_same_bytes(tiny_llama, tmp_path):
     model = new_model(tiny_llama, lora=True)
     train(model, 0, 1)
-    files = [CheckpointReader(model.save(name, str(tmp_path), save_optimizer=True).checkpoint_dir).manifest.files for name in ("a", "b")]
+    files = [
+        CheckpointReader(model.save(name, str(tmp_path), save_optimizer=True).checkpoint_dir).manifest.files
+        for name in ("a", "b")
+    ]
     assert files[0] == files[1]
 
 
@@ -193,4 +199,8 @@ def test_upload_takes_the_weights_alone(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     model = new_model(tiny_llama, lora=True)
     model.upload_to_hub(model.save("x", str(tmp_path), save_optimizer=True), "me/mine", "secret", async_upload=False)
-    assert calls == [("token", "secret"), ("create", "me/mine"), ("upload", "me/mine", ["adapter_config.json", "adapter_model.safetensors"], False)]
+    assert calls == [
+        ("token", "secret"),
+        ("create", "me/mine"),
+        ("upload", "me/mine", ["adapter_config.json", "adapter_model.safetensors"], False),
+    ]

@@ -60,12 +60,16 @@ def test_state_of_another_optimizer_is_refused():
         one_weight(ADAMW)[1].load("w", {k: v.repeat(2) for k, v in state.items()}, steps)
 
 
-@pytest.mark.parametrize("spec", [ADAMW, optimizer_spec("adam", lr=0.1, weight_decay=0.1), optimizer_spec("sgd", lr=0.1, momentum=0.9, nesterov=True)])
+@pytest.mark.parametrize(
+    "spec", [ADAMW, optimizer_spec("adam", lr=0.1, weight_decay=0.1), optimizer_spec("sgd", lr=0.1, momentum=0.9, nesterov=True)]
+)
 def test_same_as_torchs_plain_implementation(spec):
     w, optimizer = one_weight(spec, 0.5)
     other = nn.Parameter(torch.tensor([0.5]))
     options = dict(spec.options) | {"weight_decay": 0.0}  # one dimension: not decayed here
-    torchs = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[spec.kind]([other], foreach=False, **options)
+    torchs = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[spec.kind](
+        [other], foreach=False, **options
+    )
     for g in (1.0, -0.5, 2.0, 0.25):
         give(optimizer, g)
         other.grad = torch.tensor([g])
@@ -115,7 +119,11 @@ def test_bfloat16_gradients_accumulate_in_float32():
 
 def test_muon_takes_matrices_and_leaves_the_rest_to_adamw():
     torch.manual_seed(0)
-    parameters = {"hidden": nn.Parameter(torch.randn(6, 4)), "embedding": nn.Parameter(torch.randn(8, 4)), "norm": nn.Parameter(torch.ones(4))}
+    parameters = {
+        "hidden": nn.Parameter(torch.randn(6, 4)),
+        "embedding": nn.Parameter(torch.randn(8, 4)),
+        "norm": nn.Parameter(torch.ones(4)),
+    }
     spec = optimizer_spec(MuonConfig(lr=0.02, adamw_lr=0.01))
     optimizer = Optimizer(parameters, spec, ["hidden"])
     before = {name: p.detach().clone() for name, p in parameters.items()}
@@ -124,7 +132,9 @@ def test_muon_takes_matrices_and_leaves_the_rest_to_adamw():
     assert {name: optimizer.slots(name) for name in parameters} == {
         "hidden": ["momentum"], "embedding": ["exp_avg", "exp_avg_sq"], "norm": ["exp_avg", "exp_avg_sq"],
     }  # fmt: skip
-    assert float((parameters["norm"].detach() - before["norm"]).abs().max()) == pytest.approx(0.005, rel=1e-3)  # Adam's first step: lr
+    assert float((parameters["norm"].detach() - before["norm"]).abs().max()) == pytest.approx(
+        0.005, rel=1e-3
+    )  # Adam's first step: lr
     singular = torch.linalg.svdvals(parameters["hidden"].detach() - before["hidden"])
     assert singular.max() / singular.min() < 2  # orthogonalised
 

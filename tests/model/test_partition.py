@@ -2,14 +2,18 @@
 
 import pytest
 import torch
-from conftest import make_rows, relative_distance
+from tiny_models import make_rows, relative_distance
 
 from twinkle_research.errors import DataError
 from twinkle_research.model.base import NonFiniteLoss
 from twinkle_research.model.config import LoraAdapterConfig
 from twinkle_research.model.transformers import TransformersModel
 
-LOSSES = [{"normalization": "token"}, {"normalization": "sequence"}, {"normalization": "token", "label_smoothing": 0.1, "z_loss": 1e-2}]
+LOSSES = [
+    {"normalization": "token"},
+    {"normalization": "sequence"},
+    {"normalization": "token", "label_smoothing": 0.1, "z_loss": 1e-2},
+]
 LORA = LoraAdapterConfig(r=4, alpha=8.0)
 
 
@@ -20,7 +24,9 @@ def rows_with_empty():
     return rows
 
 
-def new_model(folder, *, lora=False, dtype="float32", loss=None, micro=None, accumulation=1, optimizer=("sgd", {"lr": 0.5}), **options):
+def new_model(
+    folder, *, lora=False, dtype="float32", loss=None, micro=None, accumulation=1, optimizer=("sgd", {"lr": 0.5}), **options
+):
     model = TransformersModel(folder, dtype=dtype, seed=5, **options)
     if lora:
         model.add_adapter_to_model("default", LORA, gradient_accumulation_steps=accumulation)
@@ -135,7 +141,9 @@ def test_bfloat16_differs_by_its_own_rounding_only(tiny_llama, lora):
     start = {name: w.clone() for name, w in models[0].training_state().optimizer.masters.items()}
     for model in models:
         one_step(model, rows)
-    changes = [{name: m.detach() - start[name] for name, m in model.training_state().optimizer.masters.items()} for model in models]
+    changes = [
+        {name: m.detach() - start[name] for name, m in model.training_state().optimizer.masters.items()} for model in models
+    ]
     assert all(m.dtype == torch.float32 for m in changes[0].values())
     for other in changes[1:]:
         assert relative_distance(changes[0], other) <= 0.03
@@ -147,7 +155,9 @@ def test_bfloat16_differs_by_its_own_rounding_only(tiny_llama, lora):
 
 def test_gradient_checkpointing_changes_nothing(tiny_llama):
     rows = rows_with_empty()
-    models = [new_model(tiny_llama, lora=lora, micro=4, gradient_checkpointing=on) for lora in (False, True) for on in (False, True)]
+    models = [
+        new_model(tiny_llama, lora=lora, micro=4, gradient_checkpointing=on) for lora in (False, True) for on in (False, True)
+    ]
     for plain, checkpointed in (models[:2], models[2:]):
         start = weights(plain)
         for model in (plain, checkpointed):

@@ -1,6 +1,7 @@
 """Schedules as functions of the position, against S21 and against torch's and transformers' own."""
 
 import math
+
 import pytest
 import torch
 

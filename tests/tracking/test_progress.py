@@ -163,3 +163,8 @@ def test_bar_in_a_terminal():
     assert len(bars) == 1 and re.search(r"loss \d\.\d{3}  eval/loss \d\.\d{3}  lr 5\.0e-04  1,2\d\d tok/s", bars[0])
     assert bars[0].endswith("finished")
     assert not any(re.search(r"\d+/30", line) for line in lines if line not in bars), "a bar was left above"
+
+
+def test_a_narrow_terminal_keeps_step_and_eta():
+    last = [line for line in screen(run_in_terminal(SCRIPT, columns=72)) if line.startswith("step")]
+    assert len(last) == 1 and last[0].startswith("step 30/30") and last[0].endswith("finished") and "loss" in last[0]

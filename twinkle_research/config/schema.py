@@ -76,7 +76,7 @@ def register() -> None:
 
 
 def schema_of(group: str, node: type) -> Schema:
-    return next(s for s in SCHEMAS if s.group == group and s.node is node)
+    return next(s for s in SCHEMAS if s.group == group and issubclass(node, s.node))
 
 
 def find_schema(group: str, name: str) -> Schema | None:

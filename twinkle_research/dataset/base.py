@@ -81,7 +81,7 @@ class Dataset:
                 self._origins.append(origin)
                 self._rows.append(row)
             self._require_rows("after reading")
-            self._warn_dropped(0, "reading")
+            self._warn_dropped(0, "reading", len(self._rows) + len(self.dropped))
 
     def __len__(self) -> int:
         return len(self._rows if self._store is None else self._store)
@@ -131,7 +131,7 @@ class Dataset:
             preprocess_func if isinstance(preprocess_func, str) else getattr(preprocess_func, "__name__", repr(preprocess_func))
         )
         function = self._row_function(preprocess_func, dataset_meta, init_args)
-        rows, origins, before = [], [], len(self.dropped)
+        rows, origins, before, total = [], [], len(self.dropped), len(self._rows)
         for origin, row in zip(self._origins, self._rows, strict=True):
             try:
                 result = function(row)
@@ -150,7 +150,7 @@ class Dataset:
                 origins.append(origin)
         self._rows, self._origins = rows, origins
         self._require_rows(f"after {name}")
-        self._warn_dropped(before, name)
+        self._warn_dropped(before, name, total)
         return self
 
     def filter(
@@ -230,7 +230,7 @@ class Dataset:
             start += len(chunk.counts)
         if not origins:
             raise DataError(f"none of {len(self._rows)} rows can be trained on: {self.dropped_summary(before)}")
-        self._warn_dropped(before, "encoding")
+        self._warn_dropped(before, "encoding", len(self._rows))
         self._store = FeatureStore(np.concatenate(ids), np.concatenate(trained), lengths, origins)
         self._rows, self._origins = [], []
         return self
@@ -277,9 +277,9 @@ class Dataset:
         if self._store is not None:
             raise ConfigError(f"{what} must come before encode")
 
-    def _warn_dropped(self, start: int, where: str) -> None:
+    def _warn_dropped(self, start: int, where: str, total: int) -> None:
         if len(self.dropped) > start:
-            count, total = len(self.dropped) - start, len(self._rows)
+            count = len(self.dropped) - start
             logger.warning(
                 "%s: %s dropped %d rows (of %d): %s", _source_name(self.meta), where, count, total, self.dropped_summary(start)
             )

@@ -1,0 +1,11 @@
+"""Models behind one interface (base.py). Names are resolved on first use, so importing this is free of torch."""
+
+__all__ = ["TransformersModel"]
+
+
+def __getattr__(name: str):
+    if name in __all__:
+        from twinkle_research.model.transformers.model import TransformersModel
+
+        return TransformersModel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -116,11 +116,15 @@ class TwinkleModel(ABC):
         """
 
     @abstractmethod
-    def forward_only(self, inputs: Sequence[InputFeature], adapter_name: str | None = None, disable_lora: bool = False, **loss_inputs: Any) -> Result:
+    def forward_only(
+        self, inputs: Sequence[InputFeature], adapter_name: str | None = None, disable_lora: bool = False, **loss_inputs: Any
+    ) -> Result:
         """The same result without gradient and with dropout off. ``disable_lora=True`` scores with the base."""
 
     @abstractmethod
-    def clip_grad_and_step(self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None) -> None:
+    def clip_grad_and_step(
+        self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None
+    ) -> None:
         """Sums gradients over ranks, clips the global norm, steps optimizer and schedule, clears gradients.
 
         With ``gradient_accumulation_steps=G`` only each G-th call applies. Raises NonFiniteLoss before anything
@@ -159,16 +163,26 @@ class TwinkleModel(ABC):
 
     @abstractmethod
     def save(
-        self, name: str | None = None, output_dir: str = "output", save_optimizer: bool = False, consumed_train_samples: int = 0,
+        self,
+        name: str | None = None,
+        output_dir: str = "output",
+        save_optimizer: bool = False,
+        consumed_train_samples: int = 0,
         adapter_name: str | None = None,
     ) -> SaveResponse: ...
 
     @abstractmethod
-    def load(self, name: str, output_dir: str = "output", load_optimizer: bool = False, adapter_name: str | None = None) -> None: ...
+    def load(
+        self, name: str, output_dir: str = "output", load_optimizer: bool = False, adapter_name: str | None = None
+    ) -> None: ...
 
     @abstractmethod
-    def resume_from_checkpoint(self, checkpoint_dir: Any, resume_only_model: bool = False, adapter_name: str | None = None) -> dict[str, Any]:
+    def resume_from_checkpoint(
+        self, checkpoint_dir: Any, resume_only_model: bool = False, adapter_name: str | None = None
+    ) -> dict[str, Any]:
         """Returns ``cur_step``, ``consumed_train_samples`` and ``gradient_accumulation_steps``."""
 
     @abstractmethod
-    def upload_to_hub(self, checkpoint_dir: Any, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True) -> None: ...
+    def upload_to_hub(
+        self, checkpoint_dir: Any, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
+    ) -> None: ...

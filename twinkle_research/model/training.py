@@ -208,7 +208,9 @@ class TrainingState:
 
     def state(self) -> dict[str, Any]:
         """JSON-able: everything but tensors."""
-        window = {key: value for key, value in asdict(self.window).items() if key in ("calls", "has_gradients", "normalized", "count")}
+        window = {
+            key: value for key, value in asdict(self.window).items() if key in ("calls", "has_gradients", "normalized", "count")
+        }
         return {
             "cur_step": self.cur_step,
             "optimizer_steps": self.optimizer.steps_done if self.optimizer else 0,

@@ -13,7 +13,8 @@ from twinkle_research.errors import UserError
 from twinkle_research.tracking.config import WandbMode
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.tracking.files import RunFiles, plain_row
-from twinkle_research.tracking.progress import BarProgress, PlainProgress, build_progress
+from twinkle_research.tracking.progress import BarProgress, PlainProgress, QuietProgress, build_progress
+from twinkle_research.tracking.summary import closing_summary
 from twinkle_research.tracking.tensorboard import TensorBoardTracker
 from twinkle_research.tracking.wandb import WandbIdentity, WandbTracker, choose_run_id
 
@@ -84,11 +85,15 @@ class Tracker:
         """Closes everything and writes report.html. ``state``: finished, failed or stopped."""
         if self.progress is not None:
             self.progress.finish(state)
-        for sink in self.sinks:
-            sink.finish(state)
-        self.sinks = []
-        if self.report:
-            self._write_report(state, objective)
+            if state == "finished" and not isinstance(self.progress, QuietProgress):
+                self.message(closing_summary(self.folder))
+        try:  # the report first: W&B may take its time, and a job scheduler may not wait
+            if self.report:
+                self._write_report(state, objective)
+        finally:
+            for sink in self.sinks:
+                sink.finish(state)
+            self.sinks = []
 
     def _write_report(self, state: str, objective: float | None) -> None:
         from twinkle_research.tracking.report import write_report

@@ -103,11 +103,13 @@ class BarProgress:
     def log_step(self, row: dict[str, Any], timing: dict[str, Any]) -> None:
         step = row["step"]
         eta = self._eta.update(step, self.total, timing.get("step_seconds"), time.monotonic())
-        values = "  ".join(shown_values(row, timing))
         left = f"eta {format_duration(eta)}" if eta is not None and step < self.total else ""
         if self._bar is None:
             self._start()
-        self._bar.update(self._task, completed=step, values=values, left=left)
+        values = shown_values(row, timing)
+        while len("  ".join(values)) > self._room and len(values) > 1:
+            values.pop(-2 if len(values) > 2 else -1)  # loss and speed go last
+        self._bar.update(self._task, completed=step, values="  ".join(values), left=left)
 
     def message(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -124,14 +126,18 @@ class BarProgress:
     def _start(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = (
+        wide = self._console.width >= 100
+        bar = 24 if wide else 6
+        columns = [
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=bar),
             TextColumn("{task.fields[values]}"),
-            TimeElapsedColumn(),
+            *([TimeElapsedColumn()] if wide else []),
             TextColumn("{task.fields[left]}", style="cyan"),
-        )
+        ]
+        others = len("step") + 2 * len(str(self.total)) + 1 + bar + (len("0:00:00") if wide else 0) + len("eta 00:00:00")
+        self._room = self._console.width - others - len(columns)  # for the values; rich would shorten every column
         before = (sys.stdout, sys.stderr)
         self._bar = Progress(*columns, console=self._console, refresh_per_second=4)
         self._task = self._bar.add_task("train", total=self.total, values="", left="")

@@ -115,10 +115,12 @@ class WandbTracker:
         self._thread.start()
 
     def log_step(self, row: dict[str, Any], timing: dict[str, Any]) -> None:
-        self._queue.put(("step", row["step"], row, timing))
+        if self._thread.is_alive():  # else W&B has failed, and nobody would take the row out again
+            self._queue.put(("step", row["step"], row, timing))
 
     def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        self._queue.put(("samples", step, rows))
+        if self._thread.is_alive():
+            self._queue.put(("samples", step, rows))
 
     def flush(self) -> None:
         """Nothing to do: a resume finds out by itself what W&B lacks."""

@@ -64,7 +64,7 @@ class Evaluation:
         if not self.prompts or not self.runtime.is_main:
             return []
         sampler = TransformersSampler(self.model.module, self.template)
-        trajectories = [{"messages": [{"role": "user", "content": prompt}]} for prompt in self.prompts]
+        trajectories = [{"prompt": prompt} for prompt in self.prompts]
         responses = sampler.sample(trajectories, SamplingParams(temperature=0.0, max_tokens=self.max_tokens))
         return [
             {"prompt": prompt, "completion": response.sequences[0].decoded, "stop_reason": response.sequences[0].stop_reason}

@@ -35,7 +35,9 @@ class Anatomy:
         head = model.get_output_embeddings()
         body = model.base_model
         if not isinstance(head, nn.Linear) or body is model:
-            raise ConfigError(f"model {name} has no separate body and linear output projection: it is not a causal language model")
+            raise ConfigError(
+                f"model {name} has no separate body and linear output projection: it is not a causal language model"
+            )
         return cls(body, head, _find_transform(model, body, head))
 
 
@@ -44,7 +46,9 @@ def _find_transform(model: PreTrainedModel, body: nn.Module, head: nn.Linear) ->
     hidden, entering, logits = _probe(model, body, head)
     name = type(model).__name__
     if entering.shape != hidden.shape or not torch.equal(entering, hidden):
-        raise ConfigError(f"model {name} changes its hidden states before the output projection; this backend does not support that")
+        raise ConfigError(
+            f"model {name} changes its hidden states before the output projection; this backend does not support that"
+        )
     if logits.shape[-1] != head.weight.shape[0]:
         raise ConfigError(f"model {name} returns {logits.shape[-1]} logits for a projection of {head.weight.shape[0]} rows")
     gain = _probe_gain(head, hidden)

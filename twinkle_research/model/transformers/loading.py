@@ -24,7 +24,7 @@ def load_model(
     *,
     dtype: torch.dtype = torch.float32,
     attention: str = "auto",
-    device: torch.device = torch.device("cpu"),
+    device: torch.device | str = "cpu",
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> PreTrainedModel:
@@ -41,7 +41,7 @@ def load_model(
     drop_attention_dropout(config)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            model_id, config=config, dtype=dtype, attn_implementation=attention_kind(attention, device), **options
+            model_id, config=config, dtype=dtype, attn_implementation=attention_kind(attention, torch.device(device)), **options
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.path={model_id} cannot be loaded: {error}") from error
@@ -64,5 +64,7 @@ def drop_attention_dropout(config: PretrainedConfig) -> None:
     text = config.get_text_config()
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if text.to_dict().get(key):
-            log.warning("%s=%s of the model is not used: dropout inside attention would not be reproducible", key, text.to_dict()[key])
+            log.warning(
+                "%s=%s of the model is not used: dropout inside attention would not be reproducible", key, text.to_dict()[key]
+            )
             setattr(text, key, 0.0)

@@ -64,7 +64,9 @@ def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
     for name in target_names(model, config):
         module = modules[name]
         if not is_linear(module) and not isinstance(module, nn.Embedding):
-            raise ConfigError(f"adapter.target_modules names {name}, a {type(module).__name__}; LoRA needs a linear or embedding layer")
+            raise ConfigError(
+                f"adapter.target_modules names {name}, a {type(module).__name__}; LoRA needs a linear or embedding layer"
+            )
         if name in tied:
             raise ConfigError(
                 f"adapter.target_modules: {' and '.join(sorted(tied))} share one weight in this model, so a low-rank change of "

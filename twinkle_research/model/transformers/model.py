@@ -78,7 +78,12 @@ class TransformersModel(SavingMixin, TwinkleModel):
         self.runtime = runtime or Runtime()
         self.device = torch.device(device) if device is not None else self.runtime.device
         self.module: nn.Module = load_model(
-            model_id, dtype=DTYPES[dtype], attention=attention, device=self.device, trust_remote_code=trust_remote_code, revision=revision
+            model_id,
+            dtype=DTYPES[dtype],
+            attention=attention,
+            device=self.device,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
         )
         anatomy = Anatomy.of(self.module)
         for name in zero_functional_dropout(self.module):
@@ -165,7 +170,9 @@ class TransformersModel(SavingMixin, TwinkleModel):
         """An optimizer config, a name (AdamW, Adam, SGD, Muon, default) or a class of torch.optim of that name."""
         self.training_state(adapter_name).set_optimizer(optimizer_spec(optimizer_cls, **kwargs))
 
-    def set_lr_scheduler(self, scheduler_cls: Any, total_steps: int | None = None, adapter_name: str | None = None, **kwargs: Any) -> None:
+    def set_lr_scheduler(
+        self, scheduler_cls: Any, total_steps: int | None = None, adapter_name: str | None = None, **kwargs: Any
+    ) -> None:
         """A scheduler config, a name of model.schedule.SCHEDULES or a function of the step; see build_schedule."""
         self.training_state(adapter_name).set_schedule(scheduler_cls, total_steps, **kwargs)
 
@@ -256,7 +263,9 @@ class TransformersModel(SavingMixin, TwinkleModel):
     def lr_step(self, adapter_name: str | None = None) -> None:
         self.training_state(adapter_name).lr_step()
 
-    def clip_grad_and_step(self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None) -> None:
+    def clip_grad_and_step(
+        self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None
+    ) -> None:
         self._first_sample = 0
         self.training_state(adapter_name).clip_grad_and_step(max_grad_norm, norm_type)
 

@@ -22,16 +22,18 @@ Read = Callable[[str], Tensor]  # tensor on disk by name
 
 
 class DiskNames:
-    """``shapes``: name in memory -> tensor (any device, values unused) of everything that is to be stored."""
+    """``shapes``: name in memory -> tensor (any device, values unused) of everything that is to be stored.
 
-    def __init__(self, model: PreTrainedModel | None, shapes: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
+    ``model=None``: the names in memory are those on disk already (an adapter).
+    """
+
+    def __init__(self, model: PreTrainedModel | None, shapes: Mapping[str, Tensor]) -> None:
         self._model = model
         self._shapes = {name: tensor.shape for name, tensor in shapes.items()}
         metas = {name: torch.empty(tensor.shape, device="meta") for name, tensor in shapes.items()}
         if model is None:
-            renamed = renamed or {name: name for name in shapes}
             self._groups = [[name] for name in shapes]
-            self._disk = [{renamed[name]: metas[name]} for name in shapes]
+            self._disk = [{name: metas[name]} for name in shapes]
         else:
             self._groups = self._find_groups(metas)
             self._disk = [self._revert({name: metas[name] for name in group}) for group in self._groups]
@@ -93,7 +95,8 @@ class DiskNames:
             for on_disk, meta in disk.items():
                 if tensors[on_disk].shape != meta.shape:
                     raise CheckpointError(
-                        f"tensor {on_disk} has shape {tuple(tensors[on_disk].shape)} in the checkpoint, {tuple(meta.shape)} in the model"
+                        f"tensor {on_disk} has shape {tuple(tensors[on_disk].shape)} in the checkpoint, "
+                        f"{tuple(meta.shape)} in the model"
                     )
             if is_rename:
                 yield group[0], next(iter(tensors.values()))

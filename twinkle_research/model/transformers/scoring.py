@@ -50,7 +50,10 @@ class Scorer:
         samples = [first_sample + i if s is None else s for i, s in enumerate(batch.sample_indices)]
         rows = tuple((batch.row_slice(i), sample) for i, sample in enumerate(samples))
         return MicroBatch(
-            batch, trained.view(-1).nonzero().squeeze(-1), self._loss_inputs(batch, trained), DropoutKey(step, tuple(trained.shape), rows)
+            batch,
+            trained.view(-1).nonzero().squeeze(-1),
+            self._loss_inputs(batch, trained),
+            DropoutKey(step, tuple(trained.shape), rows),
         )
 
     def _check_ids(self, batch: Batch) -> None:
@@ -59,8 +62,8 @@ class Scorer:
             if wrong.any():
                 row, position = wrong.nonzero()[0].tolist()
                 raise DataError(
-                    f"{batch.rows[row] or f'row {row}'}: {name}[{position}] is {int(ids[row, position])}, but the model knows the "
-                    f"tokens 0 to {self.vocabulary - 1}; is this the model's own tokenizer?"
+                    f"{batch.rows[row] or f'row {row}'}: {name}[{position}] is {int(ids[row, position])}, but the model knows "
+                    f"the tokens 0 to {self.vocabulary - 1}; is this the model's own tokenizer?"
                 )
 
     def _loss_inputs(self, batch: Batch, trained: Tensor) -> LossInputs:

@@ -109,7 +109,9 @@ class ModelState:
     def load(self, reader: CheckpointReader, state: Mapping[str, Any] | None, load_optimizer: bool) -> None:
         if not reader.has(self.folder):
             held = " and ".join(name for name in ("model", "adapter") if reader.has(name)) or "no weights"
-            raise CheckpointError(f"{reader.path} holds {held}, but this run trains {'an adapter' if self._model.adapter_name else 'the model'}")
+            raise CheckpointError(
+                f"{reader.path} holds {held}, but this run trains {'an adapter' if self._model.adapter_name else 'the model'}"
+            )
         self.load_weights(reader.tensors(self.folder, self.stem))
         training = self._training
         if not load_optimizer:
@@ -141,7 +143,9 @@ class ModelState:
     def _load_optimizer(self, reader: CheckpointReader, steps_done: int) -> None:
         optimizer = self._training.optimizer
         tensors = _Parts(reader.tensors("optimizer", "optimizer") if reader.has("optimizer") else {})
-        known = {f"{on_disk}.{slot}" for name in self._training.parameters for on_disk in self.names.of(name) for slot in SLOT_ORDER}
+        known = {
+            f"{on_disk}.{slot}" for name in self._training.parameters for on_disk in self.names.of(name) for slot in SLOT_ORDER
+        }
         for extra in sorted(set(tensors.names) - known):
             raise CheckpointError(f"{reader.path}/optimizer: tensor {extra} belongs to nothing that this run trains")
         found: dict[str, dict[str, Tensor]] = {name: {} for name in self._training.parameters}

@@ -1,0 +1,127 @@
+"""One rank of the data-parallel tests; the test itself runs the same scenarios in one process.
+
+usage: data_parallel_worker.py RANK PORT MODEL_FOLDER OUT_FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tiny_models import make_rows
+
+from twinkle_research.distributed.runtime import Runtime
+from twinkle_research.model.base import NonFiniteLoss
+from twinkle_research.model.config import LoraAdapterConfig
+from twinkle_research.model.transformers import TransformersModel
+
+MASKED = [row | {"labels": [-100] * row["length"]} for row in make_rows(4, seed=9)]
+# name -> (options of the model, the global batches of the steps)
+SCENARIOS = {
+    "full": ({}, [make_rows(7, seed=s) for s in range(3)]),
+    "lora_dropout_by_hand": (
+        {"lora": True, "by_hand": True, "normalization": "sequence"},
+        [make_rows(6, seed=s) for s in range(4)],
+    ),
+    "bfloat16": ({"dtype": "bfloat16"}, [make_rows(6, seed=s) for s in range(2)]),
+    # Rank 0 has the rows with even numbers.
+    "masked_rank": ({}, [[make_rows(2)[0], MASKED[0], make_rows(2)[1], MASKED[1]] for _ in range(2)]),
+    "uneven_micro_batches": ({"micro": 1}, [make_rows(3), make_rows(5)]),
+    "empty_rank": ({}, [make_rows(1), make_rows(1, seed=1)]),
+    "empty_rank_by_hand": ({"by_hand": True, "accumulation": 1}, [make_rows(1), make_rows(1, seed=1)]),
+}
+
+
+def build(folder, runtime, lora=False, by_hand=False, normalization="token", dtype="float32", micro=2, accumulation=2):
+    model = TransformersModel(folder, dtype=dtype, seed=4, runtime=runtime)
+    window = accumulation if by_hand else 1
+    if lora:
+        model.add_adapter_to_model("default", LoraAdapterConfig(r=4, dropout=0.25), gradient_accumulation_steps=window)
+    else:
+        model.start_training(window)
+    model.set_processor("InputProcessor", micro_batch_size=micro)
+    model.set_loss("CrossEntropyLoss", normalization=normalization)
+    model.set_optimizer("AdamW", lr=1e-2, eps=1e-3)
+    return model
+
+
+def share(model, rows):
+    """Row j of a global batch belongs to rank j % size and keeps j as its sample index."""
+    rank, size = model.data_parallel
+    return [row | {"sample_index": j} for j, row in enumerate(rows) if j % size == rank]
+
+
+def train(model, batches, by_hand=False):
+    metrics = []
+    for rows in batches:
+        own = share(model, rows)
+        model.forward_backward(own, normalizer=None if by_hand else model.count(own))
+        model.clip_grad_and_step()
+        metrics.append(model.calculate_metric(is_training=True).result)
+    model.finish_window()
+    return metrics
+
+
+def run(folder, runtime):
+    """name -> (weights, metrics)"""
+    results = {}
+    for name, (options, batches) in SCENARIOS.items():
+        model = build(folder, runtime, **options)
+        metrics = train(model, batches, options.get("by_hand", False))
+        results[name] = ({n: p.detach().clone().contiguous() for n, p in model.training_state().parameters.items()}, metrics)
+    return results
+
+
+def open_window(folder, runtime, out):
+    """Two of three calls of a window, saved."""
+    model = build(folder, runtime, by_hand=True, accumulation=3)
+    for rows in SCENARIOS["full"][1][:2]:
+        model.forward_backward(share(model, rows))
+        model.clip_grad_and_step()
+    model.save("window", str(out), save_optimizer=True)
+    return model
+
+
+def finish(model):
+    model.forward_backward(share(model, SCENARIOS["full"][1][2]))
+    model.clip_grad_and_step()
+    return {n: p.detach().clone().contiguous() for n, p in model.training_state().parameters.items()}
+
+
+def non_finite(folder, runtime):
+    """Row 1 of the batch (rank 1's) is bad; every rank hears of it and none has moved."""
+    model = build(folder, runtime)
+    start = {n: p.detach().clone() for n, p in model.training_state().parameters.items()}
+    rows = make_rows(4)
+    rows[1]["input_ids"][0] = 96
+    hook = lambda module, args, out: out.masked_fill((args[0] == 96)[..., None], float("nan"))  # noqa: E731
+    model.module.get_input_embeddings().register_forward_hook(hook)
+    try:
+        train(model, [rows])
+    except NonFiniteLoss as error:
+        unchanged = all(torch.equal(p, start[n]) for n, p in model.training_state().parameters.items())
+        return {"rows": error.rows, "unchanged": unchanged}
+    return {}
+
+
+def main() -> None:
+    from twinkle_research.distributed.env import WorldInfo
+    from twinkle_research.model.config import Device
+    from twinkle_research.trainer.config import LaunchConfig
+
+    rank, port, folder, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    launch = LaunchConfig(timeout_minutes=1.0)
+    runtime = Runtime.start(launch, Device.cpu, WorldInfo("torchrun", rank, rank, 2, 2, "127.0.0.1", port))
+    for name, (weights, metrics) in run(folder, runtime).items():
+        save_file(weights, out / f"{name}-{rank}.safetensors")
+        (out / f"{name}-{rank}.json").write_text(json.dumps(metrics))
+    save_file(finish(open_window(folder, runtime, out)), out / f"window-{rank}.safetensors")
+    (out / f"non_finite-{rank}.json").write_text(json.dumps(non_finite(folder, runtime)))
+    runtime.barrier()
+    runtime.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Two real gloo processes train like one (S01c, S29). They are started once for all scenarios."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import data_parallel_worker as worker
+import pytest
+from safetensors.torch import load_file
+from tiny_models import relative_distance
+
+from twinkle_research.distributed.runtime import Runtime
+from twinkle_research.model.training import TrainingState
+
+
+@pytest.fixture(scope="module")
+def two_processes(tiny_llama, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    paths = [str(Path(worker.__file__).parent), str(Path(__file__).parents[2])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, worker.__file__, str(rank), port, str(tiny_llama), str(out)],
+            env=env,
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=150)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    return out
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_llama):
+    return worker.run(str(tiny_llama), Runtime())
+
+
+@pytest.mark.parametrize("name", worker.SCENARIOS)
+def test_two_processes_train_like_one(two_processes, one_process, name):
+    ranks = [load_file(two_processes / f"{name}-{rank}.safetensors") for rank in range(2)]
+    assert all((ranks[0][key] == ranks[1][key]).all() for key in ranks[0])
+    weights, metrics = one_process[name]
+    assert relative_distance(weights, ranks[0]) <= (4e-3 if name == "bfloat16" else 1e-6)
+    seen = [json.loads((two_processes / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+    assert seen[0] == seen[1]
+    for one, two in zip(metrics, seen[0], strict=True):
+        assert two == pytest.approx(one, rel=2e-2 if name == "bfloat16" else 1e-5)
+
+
+def test_a_window_saved_by_two_ranks_goes_on_in_one(two_processes, tiny_llama):
+    model = worker.build(str(tiny_llama), Runtime(), by_hand=True, accumulation=3)
+    model.resume_from_checkpoint(two_processes / "window")
+    alone = worker.finish(model)
+    for rank in range(2):
+        assert relative_distance(alone, load_file(two_processes / f"window-{rank}.safetensors")) <= 1e-6
+
+
+def test_one_ranks_bad_row_stops_all_of_them(two_processes):
+    for rank in range(2):
+        found = json.loads((two_processes / f"non_finite-{rank}.json").read_text())
+        assert found == {"rows": ["rows.jsonl:2"], "unchanged": True}
+
+
+def test_s01c_ranks_with_unequal_tokens():
+    """Rank 0 has 2 tokens of loss 1, rank 1 has 6 of loss 3: the step's loss is 20 / 8."""
+    from twinkle_research.metric import CallRecord, LossMetric
+
+    ranks = []
+    for loss_sum, count in ((2.0, 2), (18.0, 6)):
+        metric = LossMetric()
+        metric.accumulate(CallRecord(loss_sum, count, count))
+        ranks.append(metric.sums())
+    import torch
+
+    state = TrainingState({"w": torch.nn.Parameter(torch.zeros(1))}, Runtime())
+    assert state.meters[True].calculate(lambda own: [[ranks[0], own[1]], [ranks[1], own[1]]])["loss"] == 2.5

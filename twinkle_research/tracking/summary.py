@@ -1,0 +1,52 @@
+"""What is printed when a run has ended: the loss curve and what the model answered before and after."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from twinkle_research.tracking.rundata import load_run
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_ANSWER_LINES = 3
+
+
+def closing_summary(folder: Path) -> str:
+    """Text for a terminal. Empty where the run has no loss and no answers."""
+    width = min(shutil.get_terminal_size().columns, 110)
+    run = load_run(folder)
+    losses = [(row["step"], row["loss"]) for row in run.metrics if row.get("loss") is not None]
+    parts = [loss_curve(losses, width - 12)] if len(losses) > 1 else []
+    return "\n".join([*parts, *answers(run.samples, width)])
+
+
+def loss_curve(points: Sequence[tuple[int, float]], width: int, height: int = 6) -> str:
+    """``points`` of (step, loss) as columns of blocks, each the mean of its share of the steps."""
+    columns = min(width, len(points))
+    bounds = [round(i * len(points) / columns) for i in range(columns + 1)]
+    means = [sum(v for _, v in points[a:b]) / (b - a) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    low, high = min(means), max(means)
+    eighths = [1 + round((v - low) / ((high - low) or 1.0) * (8 * height - 1)) for v in means]
+    lines = []
+    for level in reversed(range(height)):
+        label = f"{high:8.3f}" if level == height - 1 else f"{low:8.3f}" if level == 0 else " " * 8
+        lines.append(f"{label} │" + "".join(_BLOCKS[min(8, max(0, e - 8 * level))] for e in eighths))
+    first, last = str(points[0][0]), str(points[-1][0])
+    axis = f"{first}{last:>{max(columns - len(first), len(last) + 1)}}"
+    return "\n".join(["", "loss over the steps", *lines, " " * 8 + " └" + "─" * columns, " " * 10 + axis])
+
+
+def answers(samples: Sequence[dict], width: int) -> list[str]:
+    """Each prompt with its first and its last answer, cut to a few lines."""
+    lines = []
+    for prompt in dict.fromkeys(row["prompt"] for row in samples):
+        rows = [row for row in samples if row["prompt"] == prompt]
+        lines += ["", f"> {textwrap.shorten(str(prompt), width - 2)}"]
+        for label, row in (("before", rows[0]), ("after", rows[-1])):
+            if label == "before" and row["step"] == rows[-1]["step"]:
+                continue
+            text = textwrap.wrap(row["completion"], width - 10, max_lines=_ANSWER_LINES, placeholder=" ...") or ["(nothing)"]
+            lines += [f"  {label if i == 0 else '':<7} {line}" for i, line in enumerate(text)]
+    return lines
