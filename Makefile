@@ -58,6 +58,10 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/config_startup.py
+	$(BIN)/python benchmarks/sft_step.py
+
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -37,7 +37,9 @@ def files(*suffixes: str) -> list[Path]:
     found = []
     for path in ROOT.rglob("*"):
         parts = path.relative_to(ROOT).parts
-        ignored = SKIPPED_FOLDERS.intersection(parts) or any(p.endswith((".egg-info", "__pycache__")) for p in parts)
+        ignored = SKIPPED_FOLDERS.intersection(parts) or any(
+            p.endswith((".egg-info", "__pycache__")) or p.startswith(".coverage") for p in parts
+        )
         if path.is_file() and path.suffix in suffixes and not ignored:
             found.append(path)
     return sorted(found)
@@ -221,7 +223,7 @@ USES = {
     "checkpoint": {"distributed"},
     "model": {"loss", "metric", "distributed", "processor", "template", "checkpoint"},
     "tracking": {"distributed"},
-    "config": {"model", "distributed", "tracking"},
+    "config": {"model", "dataset", "template", "distributed", "tracking"},
     "sampler": {"model", "template", "checkpoint", "config"},
     "trainer": {
         "loss",

@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from sampling import PROMPTS, logprobs_of, small_qwen, tokens
 from transformers import (
-    AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -17,63 +16,14 @@ from transformers import (
     MistralForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from twinkle_research.data_format import IGNORE_INDEX, SamplingParams
 from twinkle_research.errors import DataError, UserError
-from twinkle_research.model.prepare import prepare
 from twinkle_research.sampler import transformers as sampler_module
 from twinkle_research.sampler.base import NonFiniteLogits
 from twinkle_research.sampler.filter import filter_logits
 from twinkle_research.sampler.transformers import TransformersSampler
-from twinkle_research.template import Template
-
-PROMPTS = [[5, 9, 30, 44], [7, 8], [100, 200, 300, 400, 500, 11, 12], [60], [5, 9, 30, 44, 61, 62]]
-
-
-@pytest.fixture(scope="module")
-def template():
-    return Template(prepare("tiny"))
-
-
-@pytest.fixture(scope="module")
-def module():
-    """The tiny model with larger weights, so that its distributions are neither flat nor certain."""
-    model = AutoModelForCausalLM.from_pretrained(prepare("tiny"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(4)
-    return model.eval()
-
-
-@pytest.fixture
-def sampler(module, template):
-    return TransformersSampler(module, template)
-
-
-def small_qwen(vocab=16, positions=64, **settings):
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, max_position_embeddings=positions, eos_token_id=None, bos_token_id=None, pad_token_id=None, **settings,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
-
-
-def tokens(responses):
-    return [[s.tokens for s in r.sequences] for r in responses]
-
-
-def logprobs_of(module, prompt, completion, params):
-    """The definition: one forward pass over everything, then the filtered distribution."""
-    with torch.no_grad():
-        logits = module(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    filtered = filter_logits(logits, params.temperature, params.top_k, params.top_p).log_softmax(-1)
-    return filtered[range(len(completion)), completion].tolist()
-
 
 # --- against transformers -------------------------------------------------------------------------------------------
 
@@ -424,52 +374,3 @@ def test_a_stream_may_be_dropped(module, sampler):
     stream.close()
     assert module.training
     module.eval()
-
-
-# --- the module's state ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def peft_model():
-    """Two adapters that change the answers, dropout in the first, and one module that is frozen in eval mode."""
-    torch.manual_seed(0)
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False)
-    model = get_peft_model(small_qwen(vocab=512), config, adapter_name="first")
-    model.add_adapter("second", config)
-    model.set_adapter("first")
-    model.train()
-    model.get_base_model().model.norm.eval()
-    return model
-
-
-def state_of(model):
-    return [(n, m.training) for n, m in model.named_modules()], [(n, p.requires_grad) for n, p in model.named_parameters()]
-
-
-def test_adapters_are_chosen_and_the_state_restored(peft_model):
-    before, sampler = state_of(peft_model), TransformersSampler(peft_model)
-    params = SamplingParams(temperature=0, max_tokens=12)
-    active = tokens(sampler.sample(PROMPTS, params))
-    assert tokens(sampler.sample(PROMPTS, params, "first")) == active
-    second = tokens(sampler.sample(PROMPTS, params, "second"))
-    base = tokens(sampler.sample(PROMPTS, params, use_base_model=True))
-    assert active != second != base != active
-    assert state_of(peft_model) == before
-    assert peft_model.active_adapter == "first"
-    plain = small_qwen(vocab=512)
-    assert tokens(TransformersSampler(plain).sample(PROMPTS, params)) == base
-    assert tokens(TransformersSampler(plain).sample(PROMPTS, params, use_base_model=True)) == base
-
-
-def test_unknown_adapters_are_refused(peft_model, module):
-    with pytest.raises(UserError, match="'secnd' is unknown; did you mean 'second'"):
-        TransformersSampler(peft_model).sample([[1]], adapter_name="secnd")
-    with pytest.raises(UserError, match="the model has no adapters"):
-        TransformersSampler(module).sample([[1]], adapter_name="first")
-
-
-def test_training_goes_on_after_sampling(peft_model):
-    TransformersSampler(peft_model).sample(PROMPTS, SamplingParams(max_tokens=3, seed=0), "second")
-    loss = peft_model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss
-    loss.backward()
-    assert all((p.grad is not None) == ("first" in n) for n, p in peft_model.named_parameters() if "lora_" in n)

@@ -112,13 +112,17 @@ def _thinking(prompt: str) -> str:
         {%- if loop.index0 > ns.last and (loop.last or thought) -%}
             {{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}
         {%- endif -%}{{ content }}""")
-    return _TOOLS + _last_query + _jinja(rf"""
+    return (
+        _TOOLS
+        + _last_query
+        + _jinja(rf"""
         {{%- for m in messages -%}}
             {{{{ '<|start|>' + m.role + '\n' }}}}
             {{%- if m.role == 'assistant' -%}}{_SPLIT_THINKING}{turn}{_CALLS}{{%- else -%}}{{{{ m.content }}}}{{%- endif -%}}
             {{{{ '<|end|>\n' }}}}
         {{%- endfor -%}}
         {{%- if add_generation_prompt -%}}{{{{ '<|start|>assistant\n' }}}}{prompt}{{%- endif -%}}""")
+    )
 
 
 _EMPTY_BLOCK = r"{%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}"

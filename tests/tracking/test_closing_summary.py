@@ -22,7 +22,16 @@ def test_long_runs_are_averaged_into_the_width_and_equal_losses_are_drawn():
 
 def test_first_and_last_answer_of_each_prompt():
     rows = [{"step": s, "prompt": p, "completion": f"{p} at {s}"} for s in (0, 5, 9) for p in ("a", "b")]
-    assert answers(rows, 80) == ["", "> a", "  before  a at 0", "  after   a at 9", "", "> b", "  before  b at 0", "  after   b at 9"]
+    assert answers(rows, 80) == [
+        "",
+        "> a",
+        "  before  a at 0",
+        "  after   a at 9",
+        "",
+        "> b",
+        "  before  b at 0",
+        "  after   b at 9",
+    ]
     assert answers(rows[:1], 80) == ["", "> a", "  after   a at 0"]
     assert answers([{"step": 1, "prompt": "a", "completion": ""}], 80)[-1].endswith("(nothing)")
 
