@@ -38,7 +38,7 @@ def refusal(*words: str, world: WorldInfo | None = None) -> str:
         (["+data.processor_args.modle_name=x"], "did you mean 'model_name'?"),
         (["data.template=Templat"], "did you mean 'Template'?"),
         (["data.processor=null"], "'data.processor_args' has no effect"),
-        (["data.eval_rows=5", "trainer.eval_every=null"], "'data.eval_rows' has no effect"),
+        (["data.sample_prompts=[]", "trainer.eval_every=5"], "'trainer.eval_every' has no effect"),
         (["data.eval_rows=5", "data.limit=5"], "leaves no row to train on"),
         (["data.sample_prompts=[]", "trainer.sample_max_tokens=8"], "'trainer.sample_max_tokens' has no effect"),
         (["tracking.wandb.mode=disabled", "tracking.wandb.tags=[a]"], "'tracking.wandb.tags' has no effect"),

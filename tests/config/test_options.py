@@ -51,7 +51,7 @@ def check(words: list[str], rows: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
         validate(cfg)
     if cfg.data.name == "jsonl":
-        cfg.data.path = str(rows)
+        cfg.data.path, cfg.data.eval_rows = str(rows), 2
     if cfg.model.name == "hf":
         cfg.model.path = str(model)
     validate(cfg)
@@ -104,6 +104,7 @@ def test_every_pair_of_options_and_experiments(rows: Path, model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_all_combinations_of_options_and_experiments(rows: Path, model: Path) -> None:
     combinations = list(itertools.product(*CHOICES.values()))
     assert len(combinations) >= 768

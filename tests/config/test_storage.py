@@ -150,6 +150,7 @@ def test_run_folder(tmp_path: Path) -> None:
     for words, expected in (
         ([run_dir, "resume=never"], "holds a run already"),
         ([run_dir, "seed=1"], "'seed' was 0, is now 1"),
+        ([run_dir, "eval_only=true", "adapter=none"], "has 'adapter.name' lora, not none"),
         ([f"run_dir={tmp_path}/other", "eval_only=true"], "holds no run"),
         ([f"run_dir={tmp_path}/run/config.yaml"], "is a file, not a folder"),
     ):

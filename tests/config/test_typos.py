@@ -103,6 +103,7 @@ def test_a_sweep_over_a_misspelt_key_is_refused_before_any_job(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ways(way: str, tmp_path: Path) -> None:
     right = [f"'{key}'" in refusal(misspelt(key, seed), option_words(key), way, tmp_path) for key in KEYS for seed in range(3)]

@@ -129,3 +129,8 @@ def test_a_path_alone_replaces_the_built_in_rows(tmp_path: Path) -> None:
     cfg = compose([f"data.path={tmp_path}/x.jsonl"])
     assert cfg.data.dataset_id is None
     assert "not both" in refusal(f"data.path={tmp_path}/x.jsonl", "data.dataset_id=some/rows")
+
+
+def test_hydra_interpolations() -> None:
+    cfg = compose(["model=tiny", "run_dir='runs/${hydra:runtime.choices.model}-${seed}'"])
+    assert cfg.run_dir == "runs/tiny-0" and to_object(cfg).run_dir == "runs/tiny-0"

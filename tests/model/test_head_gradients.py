@@ -134,3 +134,35 @@ def test_unknown_output_is_refused():
     hidden, weight, _, labels = tensors()
     with pytest.raises(ValueError, match="'entropyy'"):
         score_labels(hidden, weight, labels, needs=frozenset({"entropyy"}))
+
+
+@pytest.mark.parametrize(
+    ("trained", "chunk", "announced", "projections"),
+    [
+        (False, 4, None, 2),
+        (True, N, None, 3),
+        (True, 4, "right", 3),
+        (True, 4, "wrong", 6),
+        (True, 4, None, 4 - 3 / N),
+    ],
+)
+def test_work_is_what_the_docstring_says(trained, chunk, announced, projections):
+    """Counted multiplications: a second pass over the logits only where there is no way around it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class CountProducts(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+                a, b = args[-2:]
+                self.products += a.shape[0] * a.shape[1] * b.shape[1]
+            return function(*args, **(kwargs or {}))
+
+    hidden, weight, _, labels = tensors(trained=trained, bias=False)
+    gradient = torch.linspace(0.1, 1, N, dtype=torch.float64)
+    known = {None: None, "right": gradient, "wrong": gradient + 1}[announced]
+    with CountProducts() as counter:
+        logprobs = score_labels(hidden, weight, labels, chunk=chunk, logprob_gradient_N=known).logprobs
+        (logprobs * gradient).sum().backward()
+    assert counter.products / (N * D * V) == pytest.approx(projections)

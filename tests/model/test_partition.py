@@ -239,3 +239,15 @@ def test_packed_documents_are_scored_as_if_alone(tiny_llama):
     apart = model.forward_only(rows).result["logps"]
     packed, single = model.forward_only([pack(rows[:2]), rows[2]]).result["logps"]
     assert packed == pytest.approx(apart[0] + apart[1], abs=1e-5) and single == pytest.approx(apart[2], abs=1e-5)
+
+
+def test_s06_the_padding_id_may_be_the_end_of_text_id(tiny_llama):
+    """Id 0 pads and ends the text: the row's own end is trained, its padding is not."""
+    rows = [{"input_ids": [5, 6, 0], "labels": [6, 0, -100], "length": 3}, make_rows(1, low=9)[0]]
+    alone, padded = new_model(tiny_llama, micro=1), new_model(tiny_llama, micro=2)
+    results = [model.forward_backward(rows, normalizer=model.count(rows)).result for model in (alone, padded)]
+    assert results[0]["num_tokens"] == results[1]["num_tokens"] == 2 + sum(label != -100 for label in rows[1]["labels"])
+    assert results[1]["logps"][0] == pytest.approx(results[0]["logps"][0], abs=1e-5)
+    assert results[1]["logps"][0][1] < 0 and results[1]["logps"][0][2] == 0.0
+    gradients = [model.training_state().gradients.tensors() for model in (alone, padded)]
+    assert relative_distance(*gradients) <= 1e-6

@@ -230,9 +230,8 @@ def _data(data: DataConfig) -> Iterator[str]:
 def _evaluation(config: TrainConfig) -> Iterator[str]:
     data, trainer = config.data, config.trainer
     held_out = [key for key in ("eval_path", "eval_rows") if getattr(data, key)]
-    if trainer.eval_every is None and not config.eval_only:
-        for key in held_out:
-            yield f"'data.{key}' has no effect: trainer.eval_every=null means that nothing is evaluated"
+    if trainer.eval_every is not None and not held_out and not data.sample_prompts:
+        yield "'trainer.eval_every' has no effect without data.eval_path, data.eval_rows or data.sample_prompts"
     if config.eval_only and not held_out and not data.sample_prompts:
         yield "eval_only=true has nothing to do: give data.eval_path, data.eval_rows or data.sample_prompts"
     default = SftTrainerConfig().sample_max_tokens

@@ -68,7 +68,6 @@ def _main(argv: list[str]) -> int:
     if _is_plain(args):
         cfg = compose_with_hydra(args.overrides)
         if cfg.hydra.mode != RunMode.MULTIRUN:
-            HydraConfig.instance().set_config(cfg)
             return start_run(without_hydra(cfg), world)
     return _through_hydra(argv, args, world)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -31,16 +32,25 @@ DEFAULT_MICRO_BATCH = 4  # rows; what conf/trainer/*.yaml promise where neither 
 
 
 def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
-    """The checked config for these command-line words, without Hydra's own section. Raises ConfigError."""
-    return without_hydra(compose_with_hydra(overrides, config_name))
+    """The checked config for these command-line words, interpolations resolved. Raises ConfigError."""
+    known = HydraConfig.instance()
+    before = known.cfg
+    try:
+        cfg = without_hydra(compose_with_hydra(overrides, config_name))
+        OmegaConf.resolve(cfg)
+    finally:
+        known.cfg = before
+    return cfg
 
 
 def compose_with_hydra(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
-    """As ``compose``, with the section ``hydra`` (mode, chosen options, overrides)."""
+    """As ``compose``, with the section ``hydra`` (mode, chosen options, overrides), which ``${hydra:...}`` then reads."""
     register()
     directory = str(config_dir())
     with strict_loader(), hydra.initialize_config_dir(version_base="1.3", config_dir=directory):
-        return hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True)
+        cfg = hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True)
+    HydraConfig.instance().cfg = copy.copy(cfg)
+    return cfg
 
 
 def without_hydra(cfg: DictConfig) -> DictConfig:
@@ -73,7 +83,8 @@ def strict_loader(each_job: Callable[[DictConfig], object] | None = None) -> Ite
             ) from error
         if config_name is None:
             return cfg  # Hydra's own, for its help
-        check_tree(cfg, single_run=run_mode == RunMode.RUN)
+        with _hydra_resolver(cfg):
+            check_tree(cfg, single_run=run_mode == RunMode.RUN)
         if each_job is not None and run_mode == RunMode.RUN:
             each_job(without_hydra(copy.deepcopy(cfg)))
         return cfg
@@ -86,6 +97,17 @@ def strict_loader(each_job: Callable[[DictConfig], object] | None = None) -> Ite
         yield
     finally:
         ConfigLoaderImpl.load_configuration, ConfigLoaderImpl.get_group_options = load, list_options
+
+
+@contextlib.contextmanager
+def _hydra_resolver(cfg: DictConfig) -> Iterator[None]:
+    """Within it ``${hydra:...}`` means the section of this config, which Hydra itself only makes known later."""
+    known = HydraConfig.instance()
+    before, known.cfg = known.cfg, cfg
+    try:
+        yield
+    finally:
+        known.cfg = before
 
 
 # --- the words of the command line --------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    links = []
-    while error is not None:
+    """The error and what led to it. OmegaConf raises one error object again while handling it, so the chain may be a ring."""
+    links: list[BaseException] = []
+    while error is not None and not any(error is link for link in links):
         links.append(error)
         error = error.__cause__ or error.__context__
     return links

@@ -32,6 +32,12 @@ More
   python train.py --hydra-help         Hydra's own flags
   eval "$(python train.py -sc install=bash)"     completion with the Tab key (also zsh; fish: install=fish)
 
+Beside training
+  python -m twinkle_research.chat <run_dir>                talk to what a run has trained
+  python -m twinkle_research.report <run_dir>...           one page of plots; compares several runs
+  python -m twinkle_research.checkpoint --help             inspect, verify, merge, to-hf
+  python -m twinkle_research.model prepare model=<name> out=<folder>     a shipped model as a Hugging Face folder
+
 Values: null means none; lists are [a,b]; text with commas is quoted twice: "data.default_system='Be brief, please.'"
 Exit codes: 0 done, 1 the run failed, 2 the configuration is wrong, 75 stopped by a signal after saving (run the same
 command again to continue), 130 left at once on a second signal.

@@ -200,7 +200,9 @@ def _length_text(config: TrainConfig) -> str:
     if trainer.epochs is not None or trainer.max_steps is None:
         epochs = trainer.epochs or 1
         limits.append(f"{epochs} epoch{'s' * (epochs > 1)}")
-    evaluation = "" if trainer.eval_every is None else f", evaluated every {trainer.eval_every} steps"
+    evaluated = config.data.sample_prompts or config.data.eval_path or config.data.eval_rows
+    often = "" if trainer.eval_every is None else f", every {trainer.eval_every} steps"
+    evaluation = f"; evaluated before{often} and after" if evaluated else ""
     return " or ".join(limits) + (", whichever ends first" if len(limits) > 1 else "") + evaluation
 
 

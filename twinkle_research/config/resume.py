@@ -56,8 +56,18 @@ def problems_of_run_folder(config: TrainConfig) -> Iterator[str]:
             yield f"eval_only=true: run_dir={folder} holds no run"
     elif config.resume == "never":
         yield f"run_dir={folder} holds a run already and resume=never; give another run_dir, or resume=auto to continue"
-    elif not config.eval_only:
+    elif config.eval_only:
+        yield from _other_weights(diff(load_config(folder), config), folder)
+    else:
         check_resume(load_config(folder), config)
+
+
+def _other_weights(changes: dict[str, tuple[Any, Any]], folder: Path) -> Iterator[str]:
+    """An evaluation may read other rows in another way, but of the weights that are there."""
+    for key in ("model.name", "model.path", "adapter.name", "adapter.r", "adapter.target_modules", "adapter.modules_to_save"):
+        if key in changes:
+            old, new = map(_show, changes[key])
+            yield f"eval_only=true: the run in {folder} has '{key}' {old}, not {new}"
 
 
 def _problems_of_resume(resume: str) -> Iterator[str]:

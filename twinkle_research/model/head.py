@@ -57,7 +57,7 @@ def score_labels(
     trained: 3 if N <= chunk or if ``logprob_gradient_N`` was right, else up to 4, as the logits are made again.
 
     ``logprob_gradient_N``: the derivative of the loss by the log-probabilities, where it is known beforehand (cross
-    entropy). It only saves work: where it turns out to be wrong the exact gradient is computed.
+    entropy). It only saves work: where it turns out to be wrong the exact gradient is computed, at twice the cost.
     Labels must lie in [0, V); the caller checks that.
     """
     unknown = set(needs) - set(OUTPUTS)
@@ -65,6 +65,8 @@ def score_labels(
         raise ValueError(f"unknown head output {sorted(unknown)[0]!r}; valid: {', '.join(OUTPUTS)}")
     needs = frozenset(needs) | {"logprobs"}
     settings = _Settings(transform, tuple(name for name in OUTPUTS if name in needs), chunk)
+    if not torch.is_grad_enabled():  # autograd tells a function which inputs need a gradient even where none is wanted
+        hidden_ND, weight_VD, bias_V = hidden_ND.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach()
     values = _ScoreLabels.apply(hidden_ND, weight_VD, bias_V, labels_N, logprob_gradient_N, settings)
     return HeadScores(**dict(zip(settings.outputs, values, strict=True)))
 
@@ -275,7 +277,7 @@ class _ScoreLabels(torch.autograd.Function):
         if ctx.jacobians is not None:
             return _hidden_gradient(ctx.jacobians, projection, gradients), None, None, None, None, None
         known, ctx.known = ctx.known, None
-        if known is not None and gradients[0] is not None and torch.equal(gradients[0], known[0]):
+        if known is not None and gradients[0] is not None and _equal_but_for_rounding(gradients[0], known[0]):
             return *known[1].result(), None, None, None
         del known
         named = {name: g for name, g in zip(projection.settings.outputs, gradients, strict=True) if g is not None}
@@ -301,6 +303,10 @@ def _hidden_gradient(jacobians: dict[str, Tensor], projection: _Projection, grad
             part = jacobians[name] * gradient[:, None]
             total = part if total is None else total.add_(part)
     return total.to(projection.hidden.dtype) if total is not None else torch.zeros_like(projection.hidden)
+
+
+def _equal_but_for_rounding(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=0.0)
 
 
 def _versions(projection: _Projection) -> tuple[int, ...]:

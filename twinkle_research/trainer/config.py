@@ -26,7 +26,7 @@ class SftTrainerConfig:
     micro_batch_tokens: Optional[int] = None
     max_grad_norm: Optional[float] = 1.0
     on_nan: OnNan = OnNan.stop
-    # Evaluate every N optimizer steps (null: never), before training, and after the last step.
+    # Evaluate every N optimizer steps, beside before training and after the last step (null: only these two).
     eval_every: Optional[int] = None
     # Greedy answers to `data.sample_prompts` at each evaluation, at most this many tokens each.
     sample_max_tokens: int = 64

@@ -41,7 +41,12 @@ def load_model(
     drop_attention_dropout(config)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            model_id, config=config, dtype=dtype, attn_implementation=attention_kind(attention, torch.device(device)), **options
+            model_id,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention_kind(attention, torch.device(device)),
+            use_safetensors=True,
+            **options,
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"model.path={model_id} cannot be loaded: {error}") from error

@@ -31,11 +31,15 @@ def lora_config(config: LoraAdapterConfig | LoraConfig | str | Path) -> LoraConf
         return config
     if isinstance(config, LoraAdapterConfig):
         targets: Any = list(config.target_modules)
+        # PEFT and vLLM expect a whole number where it is one.
+        alpha = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
         return LoraConfig(
-            task_type="CAUSAL_LM", r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout, use_rslora=config.rslora,
+            task_type="CAUSAL_LM", r=config.r, lora_alpha=alpha, lora_dropout=config.dropout, use_rslora=config.rslora,
             use_dora=config.dora, target_modules="all-linear" if targets == ["all-linear"] else targets,
             modules_to_save=list(config.modules_to_save) or None,
         )  # fmt: skip
+    if not (Path(config) / "adapter_config.json").is_file():
+        raise CheckpointError(f"{config} holds no adapter: adapter_config.json is missing")
     loaded = LoraConfig.from_pretrained(str(config))
     if not isinstance(loaded, LoraConfig):
         raise CheckpointError(f"{config}: a {loaded.peft_type} adapter; only LoRA is supported")

@@ -4,6 +4,7 @@ data parallelism by gradient sums."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -335,7 +336,8 @@ class TransformersModel(SavingMixin, TwinkleModel):
         extra = _extra_sums(outputs)
         training.meters[is_training].accumulate(CallRecord(loss * divisor, count, tokens, extra, features, logps))
         if is_training:
-            bad = [item for item in scored if item.output is not None and not torch.isfinite(item.output.loss)]
+            ran = [item for item in scored if item.output is not None]
+            bad = [item for item, value in zip(ran, losses, strict=True) if not math.isfinite(value)]
             training.record(count, [row for item in bad for row in _bad_rows(item)], bool(bad))
         return Result({"loss": loss if normalized else loss / max(count, 1), "num_tokens": tokens, "logps": logps})
 
