@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from twinkle_research.data_format import Message, SamplingParams
+from twinkle_research.distributed.env import let_idle_threads_sleep
 from twinkle_research.errors import EXIT_INTERRUPTED, ConfigError, DataError, UserError
 from twinkle_research.model.config import DType
 
@@ -126,6 +127,7 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    let_idle_threads_sleep()
     try:
         from twinkle_research.sampler.loading import find_target, load_sampler
 

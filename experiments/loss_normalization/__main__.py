@@ -19,11 +19,11 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def make_row(task: str, index: int) -> dict:
-    """short: the last letter of a word. long: count up through about thirty numbers. Each row has a generator of its own."""
+    """short: the next letter of the alphabet. long: count up through about thirty numbers. Each row has its own generator."""
     draw = random.Random(f"{task}-{index}")
     if task == "short":
-        word = "".join(draw.choice(LETTERS) for _ in range(draw.randrange(4, 9)))
-        question, answer = f"Last letter of {word}", word[-1]
+        letter = draw.randrange(len(LETTERS) - 1)
+        question, answer = f"Letter after {LETTERS[letter]}", LETTERS[letter + 1]
     else:
         first = draw.randrange(1, 60)
         last = first + draw.randrange(25, 35)
@@ -59,7 +59,7 @@ def train(work: Path, normalization: str, seed: int, micro_batch: int, steps: in
     run = work / f"{normalization}-seed{seed}-mb{micro_batch}"
     train_py(
         *("model=tiny", "adapter=none", "data=jsonl", f"data.path={work / 'data' / 'train.jsonl'}"),
-        *(f"data.eval_path={work / 'data' / 'short.jsonl'}", "trainer.eval_every=25"),
+        *(f"data.eval_path={work / 'data' / 'short.jsonl'}", "trainer.eval_every=20"),
         *(f"loss.normalization={normalization}", f"trainer.max_steps={steps}", "trainer.batch_size=16"),
         *(f"trainer.micro_batch_size={micro_batch}", "optimizer.lr=2e-3", f"seed={seed}", f"run_dir={run}"),
     )
@@ -131,7 +131,7 @@ def plot(work: Path, seeds: list[int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "loss_normalization", help="where the runs are kept")

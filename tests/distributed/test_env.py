@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from twinkle_research.distributed.env import WorldInfo, detect, first_host, job_identity, tasks_per_node, usable_cores
+from twinkle_research.distributed.env import (
+    WorldInfo,
+    detect,
+    first_host,
+    job_identity,
+    let_idle_threads_sleep,
+    tasks_per_node,
+    usable_cores,
+)
 from twinkle_research.errors import ConfigError
 
 # Recorded in Slurm 22.05: a job of 2 nodes with 2 tasks each.
@@ -108,3 +118,17 @@ def test_job_identity():
 
 def test_usable_cores():
     assert usable_cores() >= 1
+
+
+def test_idle_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    let_idle_threads_sleep()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    let_idle_threads_sleep()
+    assert "OMP_WAIT_POLICY" not in os.environ

@@ -33,9 +33,9 @@ def test_s22_moments_are_restored_or_cold():
     w, optimizer = one_weight(ADAMW)
     give(optimizer, 1, 1, 1)
     state, steps = saved(optimizer)
-    weights = float(w.detach())
+    weights = w.item()
     give(optimizer, -1)
-    assert float(w) == pytest.approx(-0.34184, abs=2e-5)
+    assert w.item() == pytest.approx(-0.34184, abs=2e-5)
 
     warm, again = one_weight(ADAMW, weights)
     again.load("w", state, steps)
@@ -44,7 +44,7 @@ def test_s22_moments_are_restored_or_cold():
 
     cold, fresh = one_weight(ADAMW, weights)
     give(fresh, -1)
-    assert float(cold) == pytest.approx(-0.2, abs=1e-5)
+    assert cold.item() == pytest.approx(-0.2, abs=1e-5)
 
 
 def test_state_of_another_optimizer_is_refused():
@@ -189,9 +189,9 @@ def test_s01_tail_window():
     w, state = state_of(steps=4)
     for gradient in (4, 4, 4, 4, 2, 6):
         call(w, state, gradient)
-    assert float(w) == pytest.approx(0.6) and state.cur_step == 6 and state.optimizer.steps_done == 1
+    assert w.item() == pytest.approx(0.6) and state.cur_step == 6 and state.optimizer.steps_done == 1
     state.finish_window(None)
-    assert float(w) == pytest.approx(0.2, abs=1e-7)
+    assert w.item() == pytest.approx(0.2, abs=1e-7)
     state.finish_window(None)  # nothing is open
     assert state.optimizer.steps_done == 2 and state.schedule_position == 2
 
@@ -206,7 +206,7 @@ def test_zero_grad_inside_a_window_keeps_what_is_to_be_applied():
         state.step()
         state.zero_grad()
         state.lr_step()
-    assert float(w) == pytest.approx(1 - 0.1 * 2) and w.grad is None and state.schedule_position == 1
+    assert w.item() == pytest.approx(1 - 0.1 * 2) and w.grad is None and state.schedule_position == 1
 
 
 def test_clipping_is_torchs():
@@ -214,9 +214,9 @@ def test_clipping_is_torchs():
     state.open(1.0)
     (w * 8).sum().backward()
     assert state.clip_grad_norm(2.0) == pytest.approx(8.0)
-    assert float(w.grad) == pytest.approx(2.0)
+    assert w.grad.item() == pytest.approx(2.0)
     state.step()
-    assert float(w) == pytest.approx(1 - 0.1 * 2)
+    assert w.item() == pytest.approx(1 - 0.1 * 2)
     assert state.meters[True].calculate(lambda x: [x])["grad_norm"] == pytest.approx(8.0)
 
 

@@ -25,7 +25,7 @@ def rows_with_empty():
 
 
 def new_model(
-    folder, *, lora=False, dtype="float32", loss=None, micro=None, accumulation=1, optimizer=("sgd", {"lr": 0.5}), **options
+    folder, *, lora=False, dtype="float32", loss=None, micro=None, accumulation=1, optimizer=("sgd", {"lr": 4.0}), **options
 ):
     model = TransformersModel(folder, dtype=dtype, seed=5, **options)
     if lora:
@@ -182,7 +182,7 @@ def test_results_and_metrics(tiny_llama):
     assert -sum(map(sum, trained["logps"])) / tokens == pytest.approx(trained["loss"], rel=1e-5)
     model.clip_grad_and_step()
     metrics = model.calculate_metric(is_training=True).result
-    assert metrics["loss"] == pytest.approx(trained["loss"], rel=1e-9) and metrics["tokens"] == tokens and metrics["lr"] == 0.5
+    assert metrics["loss"] == pytest.approx(trained["loss"], rel=1e-9) and metrics["tokens"] == tokens and metrics["lr"] == 4.0
     assert model.calculate_metric(is_training=True).result == {"loss": 0.0, "tokens": 0}  # read and reset
     assert model.calculate_metric(is_training=False).result["loss"] == pytest.approx(scored["loss"], rel=1e-9)
 

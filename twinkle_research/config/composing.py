@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from twinkle_research.config.explain import explain
-from twinkle_research.config.keys import annotation_of, is_list, is_optional, is_text, unknown_key
+from twinkle_research.config.keys import annotation_of, expected, is_list, is_optional, is_text, unknown_key
 from twinkle_research.config.schema import BASE, GROUPS, config_dir, options, register
 from twinkle_research.errors import ConfigError
 from twinkle_research.trainer.config import TrainConfig
@@ -144,7 +144,7 @@ def _tidy_word(text: str, run_mode: RunMode) -> str | None:
 
 def _is_one_word(value: str) -> bool:
     """A plain value: no list, null, interpolation, sweep or function."""
-    if value.strip().lower() == "null" or re.match(r"\s*(\[|\$\{|\w+\()", value):
+    if value.strip().lower() == "null" or re.match(r"\s*(\[|\$?\{|\w+\()", value):
         return False
     return bool(value) and (value[0] in "'\"" or "," not in value)
 
@@ -224,6 +224,8 @@ def _check_value(section: DictConfig, name: str, annotation: object, key: str) -
             OmegaConf.to_container(value, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"'{key}' cannot be resolved: {str(error).splitlines()[0]}") from error
+    if is_list(annotation) and value is not None and any(item is None or OmegaConf.is_config(item) for item in value):
+        raise ConfigError(f"'{key}' must be {expected(annotation)}, got {value}")
     if is_optional(annotation) and is_text(annotation) and value in ("None", "none"):
         raise ConfigError(f"'{key}' is the text '{value}'; for no value write null")
 

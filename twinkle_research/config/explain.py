@@ -149,7 +149,7 @@ def _wrong_type(link: BaseException, chain: list[BaseException], overrides: Sequ
         return None
     key, text = str(link.full_key), str(link)
     annotation = annotation_of(key)
-    if "Invalid type assigned" in text:
+    if "Invalid type assigned" in text and annotation is None:
         return f"'{key}' is a section of settings, not a value: write {key}.<setting>=..."
     if annotation is None:
         return f"'{key}': {text.splitlines()[0]}"
@@ -174,6 +174,8 @@ def _given(key: str, overrides: Sequence[str]) -> str | None:
 def _deleted(link: BaseException, chain: list[BaseException], overrides: Sequence[str]) -> str | None:
     if isinstance(link, ConfigTypeError) and "does not support deletion" in str(link):
         return f"'{link.full_key}' cannot be deleted; give it a value"
+    if isinstance(link, OmegaConfBaseException) and is_list(annotation_of(str(link.full_key))):
+        return f"'{link.full_key}' must be {expected(annotation_of(link.full_key))}"
     if isinstance(link, OmegaConfBaseException) and link.full_key:
         return f"'{link.full_key}': {str(link).splitlines()[0]}"
     return None

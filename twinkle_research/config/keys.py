@@ -141,7 +141,10 @@ def _nearest_keys(key: str, valid: list[str]) -> list[str]:
 
 
 def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
+    """Likeness in [0, 1]; 0 where it is too small to matter, which is quick to see."""
+    matcher = difflib.SequenceMatcher(None, a, b)
+    alike = matcher.real_quick_ratio() >= _CUTOFF and matcher.quick_ratio() >= _CUTOFF
+    return matcher.ratio() if alike else 0.0
 
 
 def _sections(names: list[str]) -> list[str]:

@@ -140,6 +140,16 @@ def usable_cores() -> int:
     return max(1, cores)
 
 
+def let_idle_threads_sleep() -> None:
+    """Makes OpenMP threads that wait for each other sleep instead of spin. Call it before torch is imported.
+
+    Spinning threads use up their share of a busy CPU and then hold up those they wait for: on two shared cores, small
+    operations were measured 80 times slower than with this. A setting of the user's own wins.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def job_identity(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Slurm job and attempt that this process belongs to ({} elsewhere): a requeued job keeps its id and counts up."""
     env = os.environ if environ is None else environ

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from twinkle_research.distributed.env import RUN_DIR_VARIABLE, WorldInfo, detect
+from twinkle_research.distributed.env import RUN_DIR_VARIABLE, WorldInfo, detect, let_idle_threads_sleep
 from twinkle_research.distributed.failures import death_record, user_text
 from twinkle_research.distributed.signals import StopSignals, blocked
 from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError
@@ -39,6 +39,7 @@ def start(cfg: TrainConfig, plan: RunPlan, run_dir: str | Path | None = None, in
 
     Exit codes: 0 done, 1 failure, 2 configuration, 75 stopped by a signal and saved, 130 left on a second signal.
     """
+    let_idle_threads_sleep()
     try:
         world = detect()
         if run_dir is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,9 @@ def lora_config(config: LoraAdapterConfig | LoraConfig | str | Path) -> LoraConf
     from peft import LoraConfig
 
     if isinstance(config, LoraConfig):
-        return config
+        own = copy.deepcopy(config)  # PEFT and the checks below write into it
+        own.task_type = own.task_type or "CAUSAL_LM"
+        return own
     if isinstance(config, LoraAdapterConfig):
         targets: Any = list(config.target_modules)
         # PEFT and vLLM expect a whole number where it is one.
