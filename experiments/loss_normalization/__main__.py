@@ -106,7 +106,8 @@ def cut(work: Path, seed: int, micro_batches: list[int], steps: int = 50) -> lis
         for size in micro_batches:
             other = curve(train(work, normalization, seed, size, steps))
             gaps = [abs(loss - reference[step]) / reference[step] for step, loss in other.items()]
-            table.append({"normalization": normalization, "micro_batch_size": size, "first_step": gaps[0], "any_step": max(gaps)})
+            row = {"normalization": normalization, "micro_batch_size": size}
+            table.append(row | {"first_10_steps": max(gaps[:10]), f"step_{steps}": gaps[-1]})
     return table
 
 
@@ -155,7 +156,8 @@ def main() -> None:
     print("relative change of the training loss against micro_batch_size=4")
     for row in result["cut"]:
         name = f"{row['normalization']:9}micro_batch_size={row['micro_batch_size']:<3}"
-        print(f"  {name} step 1 {row['first_step']:.1e}, largest {row['any_step']:.1e}")
+        gaps = "   ".join(f"{key} {value:.1e}" for key, value in row.items() if "step" in key)
+        print(f"  {name} {gaps}")
 
 
 if __name__ == "__main__":
