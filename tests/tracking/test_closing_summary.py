@@ -37,7 +37,8 @@ def test_first_and_last_answer_of_each_prompt():
 
 
 def test_summary_of_a_folder(tmp_path):
-    metrics = [{"step": 0, "eval/loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}]
+    metrics = [{"step": 0, "eval/loss": 3.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": None}]
+    metrics += [{"step": step, "loss": 1.0} for step in range(3, 10)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     text = closing_summary(tmp_path)

@@ -132,16 +132,26 @@ def save_with(points, step):
     SftTrainer.save = save
 
 
-@pytest.mark.timeout(600)
-def test_killed_inside_each_write_of_a_save(tmp_path):
-    """Three steps, each saved; the second save is cut at every point, with the first one behind it."""
-    short = [*RUN, "trainer.max_steps=3", "data.eval_rows=0", "trainer.eval_every=null"]
+def kill_inside_save(tmp_path, points_to_try):
+    """Three steps, each saved; the second save is cut, with the first one behind it."""
+    short = [*RUN, "trainer.max_steps=3", "scheduler.warmup_steps=1", "data.eval_rows=0", "trainer.eval_every=null"]
     assert train_in_child(tmp_path / "undisturbed", *short) == 0
     undisturbed = fingerprint(tmp_path / "undisturbed")
     count = train_in_child(tmp_path / "count", *short, before=lambda: save_with(WritePoints(), 2))
     assert 10 < count < 255
-    for point in range(1, count + 1):
+    for point in points_to_try(count):
         run_dir = tmp_path / f"point-{point}"
         assert train_in_child(run_dir, *short, before=lambda: save_with(WritePoints(point), 2)) == -signal.SIGKILL  # noqa: B023
         assert train_in_child(run_dir, *short) == 0
         assert fingerprint(run_dir) == undisturbed, f"killed at write point {point} of {count}"
+
+
+def test_killed_inside_a_save(tmp_path):
+    """A sample of the points; tests/checkpoint cuts a save at each of them, without a model around it."""
+    kill_inside_save(tmp_path, lambda count: range(1, count + 1, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_inside_each_write_of_a_save(tmp_path):
+    kill_inside_save(tmp_path, lambda count: range(1, count + 1))

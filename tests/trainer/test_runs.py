@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import sys
 
 import pytest
 from runs import fingerprint, rows, train_in_child
@@ -175,3 +177,18 @@ def test_resume_on_another_number_of_processes(tmp_path):
     assert train_in_child(tmp_path / "run", *run, "launch.nproc_per_node=2") == 0
     for whole, resumed in zip(rows(tmp_path / "whole")[4:], rows(tmp_path / "run")[4:], strict=True):
         assert resumed["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_the_reader_of_the_output_may_leave(tmp_path):
+    """`python train.py ... | head -1`: the run goes on to its end, and its log has every line."""
+    read, write = os.pipe()
+    os.close(read)
+
+    def into_the_closed_pipe():
+        os.dup2(write, 1)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+
+    assert train_in_child(tmp_path, *BASE, "tracking.progress=plain", before=into_the_closed_pipe) == 0
+    os.close(write)
+    assert "step 3/3" in (tmp_path / "train.log").read_text()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]

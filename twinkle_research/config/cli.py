@@ -121,6 +121,8 @@ def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) 
     plan = run_plan(config, world)
     if not (config.dry_run or world.joins or config.run_dir):
         config.run_dir = str(new_run_dir(config.loss.name, config.model.name))
+    if config.dry_run:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python train.py dry_run=true | head
     if world.rank == 0:
         print_plan(plan, config)
     if config.dry_run:

@@ -85,10 +85,10 @@ class Tracker:
         """Closes everything and writes report.html. ``state``: finished, failed or stopped."""
         if self.progress is not None:
             self.progress.finish(state)
-            if state == "finished" and not isinstance(self.progress, QuietProgress):
-                self.message(closing_summary(self.folder))
         try:  # the report first: W&B may take its time, and a job scheduler may not wait
             if self.report:
+                if state == "finished" and not isinstance(self.progress, QuietProgress):
+                    self.message(closing_summary(self.folder))
                 self._write_report(state, objective)
         finally:
             for sink in self.sinks:

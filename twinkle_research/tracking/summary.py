@@ -11,6 +11,7 @@ from twinkle_research.tracking.rundata import load_run
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ANSWER_LINES = 3
+_MIN_POINTS = 8  # fewer make no curve
 
 
 def closing_summary(folder: Path) -> str:
@@ -18,7 +19,7 @@ def closing_summary(folder: Path) -> str:
     width = min(shutil.get_terminal_size().columns, 110)
     run = load_run(folder)
     losses = [(row["step"], row["loss"]) for row in run.metrics if row.get("loss") is not None]
-    parts = [loss_curve(losses, width - 12)] if len(losses) > 1 else []
+    parts = [loss_curve(losses, width - 12)] if len(losses) >= _MIN_POINTS else []
     return "\n".join([*parts, *answers(run.samples, width)])
 
 
@@ -41,9 +42,11 @@ def loss_curve(points: Sequence[tuple[int, float]], width: int, height: int = 6)
 def answers(samples: Sequence[dict], width: int) -> list[str]:
     """Each prompt with its first and its last answer, cut to a few lines."""
     lines = []
-    for prompt in dict.fromkeys(row["prompt"] for row in samples):
-        rows = [row for row in samples if row["prompt"] == prompt]
-        lines += ["", f"> {textwrap.shorten(str(prompt), width - 2)}"]
+    by_prompt: dict[str, list[dict]] = {}
+    for row in samples:  # a prompt may also be a list of messages
+        by_prompt.setdefault(str(row["prompt"]), []).append(row)
+    for prompt, rows in by_prompt.items():
+        lines += ["", f"> {textwrap.shorten(prompt, width - 2)}"]
         for label, row in (("before", rows[0]), ("after", rows[-1])):
             if label == "before" and row["step"] == rows[-1]["step"]:
                 continue

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +22,8 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 class Tee:
     """A text stream that also writes whole lines to log files, as they stood when they ended.
 
-    Progress bars redraw a line after a carriage return; only its last state is kept, without colours.
+    Progress bars redraw a line after a carriage return; only its last state is kept, without colours. When the reader
+    of the stream has gone (``train.py | head``), the run goes on with the log files alone.
     """
 
     def __init__(self, stream: IO[str], logs: list[IO[str]]) -> None:
@@ -28,12 +32,26 @@ class Tee:
         self._line = ""
 
     def write(self, text: str) -> int:
-        self.stream.write(text)
+        with self._reader_may_leave():
+            self.stream.write(text)
         *ended, rest = (self._line + text).split("\n")
         for line in ended:
             self._keep(line)
         self._line = last_drawn(rest)
         return len(text)
+
+    def flush(self) -> None:
+        with self._reader_may_leave():
+            self.stream.flush()
+
+    @contextmanager
+    def _reader_may_leave(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
 
     def _keep(self, line: str) -> None:
         for log in self.logs:
