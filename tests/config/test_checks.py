@@ -52,10 +52,25 @@ def refusal(*words: str, world: WorldInfo | None = None) -> str:
         (["data.max_length=4096"], "more than the 1024 positions of model=tiny"),
         (["model.path=./no/such/folder"], "no such folder"),
         (["run_dir=' '"], "'run_dir' is empty"),
+        (["resume="], "'resume' is empty"),
+        (["data.path="], "'data.path' is empty"),
+        (["data.eval_path="], "'data.eval_path' is empty"),
+        (["model.path="], "'model.path' is empty"),
+        (["resume=foo"], "there is no such folder. It must be auto"),
+        (["adapter.target_modules=[all-linear,q_proj]"], "all-linear stands alone"),
+        (["adapter.modules_to_save=[all-linear]"], "all-linear is a value of adapter.target_modules only"),
+        (["adapter.target_modules=[lm_head]"], "lm_head and model.embed_tokens share one weight in this model"),
+        (["adapter.target_modules=[embed_tokens]"], "train them in full with adapter.modules_to_save=[embed_tokens]"),
     ],
 )
 def test_refused(words: list[str], expected: str) -> None:
     assert expected in refusal(*words)
+
+
+def test_a_module_to_save_is_no_group_of_modules() -> None:
+    message = refusal("adapter.modules_to_save=[nonsense]")
+    assert "valid: " in message and "lm_head" in message and "all-linear" not in message
+    assert "all-linear" in refusal("adapter.target_modules=[nonsense]")
 
 
 def test_data_files(tmp_path: Path) -> None:

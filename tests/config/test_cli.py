@@ -55,6 +55,10 @@ def written(tmp_path: Path) -> list[str]:
         ["-m", "adapter.r=8,0"],
         ["--optimizer.lr", "3"],
         ["run_dir=${out.rot}"],
+        ["--config-dir=/nonexistent", "model=tiny"],
+        ["dry_run=true", "--config-name=foo"],
+        ["dry_run=true", "--cfg", "job", "--package", "foo"],
+        ["dry_run=true", "--info", "nonsense"],
     ],
 )
 def test_a_config_error_is_short_and_ends_with_2(words: list[str], run, tmp_path: Path) -> None:
@@ -62,7 +66,7 @@ def test_a_config_error_is_short_and_ends_with_2(words: list[str], run, tmp_path
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("config error: ")
     assert "Traceback" not in done.stderr and "TORCH" not in done.stderr
-    assert len(done.stderr.splitlines()) < 10
+    assert len(done.stderr.splitlines()) < 10 and "hydra.sweep.dir" not in done.stderr
     left = written(tmp_path)
     assert "run plan" not in done.stdout
     assert left == [] or "-m" in words
@@ -74,6 +78,9 @@ def test_a_config_error_is_short_and_ends_with_2(words: list[str], run, tmp_path
         ["dry_run=true"],
         ["dry_run=true", "experiment=muon_full"],
         ["-m", "dry_run=true", "optimizer.lr=1e-4,1e-3"],
+        ["model=tiny", "-m", "optimizer.lr=1e-4,1e-3", "dry_run=true"],
+        ["dry_run=true", "--info"],
+        ["dry_run=true", "--info", "config", "model=tiny"],
         ["--cfg", "job"],
         ["--cfg", "job", "--resolve"],
         ["--cfg", "job", "-p", "optimizer"],
@@ -223,6 +230,8 @@ def test_help_on_a_group_and_on_a_key(capsys: pytest.CaptureFixture) -> None:
         help_text(["optimzer"])
     assert main(["--help", "optimizer.lrr"]) == 2
     assert "did you mean 'optimizer.lr'" in capsys.readouterr().err
+    assert main(["--help", "lr"]) == 2
+    assert "--help lr: did you mean 'optimizer.lr'?" in capsys.readouterr().err
 
 
 def test_values_that_complete() -> None:

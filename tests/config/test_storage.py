@@ -5,7 +5,8 @@ import functools
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from twinkle_research.config import check_resume, compose, diff, load_config, resumable_changes, save_config, to_object, validate
 from twinkle_research.errors import ConfigError
@@ -64,6 +65,25 @@ def test_a_damaged_stored_config_is_named(old: str, new: str, expected: str, tmp
     assert expected in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"seed: [1\n", b"\xff\xfe\x00", b"- 1\n", b"7\n", b"text\n", b"schema: 3\n", b"a: 1\na: 2\n"]
+)
+def test_a_stored_config_that_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="config.yaml: "):
+        validate(compose(["model=tiny", f"run_dir={tmp_path}"]))
+
+
+@pytest.mark.parametrize("section", ["null", "7", "[1, 2]"])
+def test_a_stored_section_that_is_none(section: str, tmp_path: Path) -> None:
+    path = save_config(config(), tmp_path)
+    stored = OmegaConf.load(path)
+    stored.launch = yaml.safe_load(section)
+    OmegaConf.save(stored, path)
+    with pytest.raises(ConfigError, match="config.yaml: .*'launch'"):
+        load_config(tmp_path)
+
+
 def test_a_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not the folder of a run"):
         load_config(tmp_path)
@@ -97,6 +117,8 @@ def test_diff() -> None:
         ("seed=0", "trainer.micro_batch_size=1"),
         ("seed=0", "trainer.micro_batch_tokens=99"),
         ("seed=0", "data.on_change=restart"),
+        ("seed=0", "checkpoint.every=7"),
+        ("seed=0", "checkpoint.keep=5"),
         ("trainer.max_steps=3", "trainer.max_steps=4"),
         ("trainer.epochs=1", "trainer.epochs=2"),
         ("seed=0", "trainer.max_steps=4"),
@@ -114,7 +136,6 @@ def test_what_may_change(before: str, after: str) -> None:
         ("seed=0", "trainer.batch_size=5", "'trainer.batch_size'"),
         ("seed=0", "model.dtype=bfloat16", "'model.dtype' was float32, is now bfloat16"),
         ("seed=0", "data.limit=3", "'data.limit' was null, is now 3"),
-        ("seed=0", "checkpoint.every=7", "'checkpoint.every'"),
         ("trainer.max_steps=4", "trainer.max_steps=3", "'trainer.max_steps' was 4, is now 3 (it may only grow)"),
         ("seed=0", "optimizer=sgd", "'optimizer.name' was adamw, is now sgd"),
     ],

@@ -226,6 +226,21 @@ def test_split_rows_keep_their_origin() -> None:
     assert rows[-1]["row"] == "data[1]"
 
 
+@pytest.mark.parametrize(("how", "said"), [("left", "cut (left)"), ("right", "cut (right)"), ("split", "split")])
+def test_cut_and_split_rows_are_counted_in_one_line(how: str, said: str, caplog) -> None:
+    rows = data([chat("q", "answer " * 30), ROWS[0]]).set_template(template(max_length=32, truncation_strategy=how))
+    with caplog.at_level(logging.WARNING):
+        rows.encode()
+    message = f"data: encoding {said} 1 rows (of 2) longer than max_length=32: data[0]"
+    assert [record.getMessage() for record in caplog.records] == [message]
+
+
+def test_prompt_with_system_is_encoded_as_messages() -> None:
+    rows = data([{"prompt": "q", "completion": "a", "system": "s"}]).encode()
+    system = {"role": "system", "content": "s"}
+    assert rows[0]["input_ids"] == data([{"messages": [system, *chat("q", "a")["messages"]]}]).encode()[0]["input_ids"]
+
+
 def test_prompts_for_sampling() -> None:
     rows = data([{"prompt": "What?"}, chat("q", "a")]).encode(add_generation_prompt=True)
     assert set(rows[0]["labels"]) == {-100}
@@ -280,6 +295,7 @@ def test_preview_colours_trained_tokens_and_keeps_brackets() -> None:
         f"data[0]: {rows[0]['length']} tokens, {trained} trained\n"
         "<|start|>user\nis [bold] kept?<|end|>\n<|start|>assistant\n[red]yes[/red]<|end|>\n\n\n"
     )
+    assert "assistant\n⟦[red]yes[/red]<|end|>⟧\n" in preview(rows, rows.template, marks=True).plain
     styled = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styled["[red]yes[/red]<|end|>"] == "bold green"
     console = Console(force_terminal=True, width=200, color_system="standard")
@@ -315,12 +331,14 @@ def test_held_out_rows_depend_on_the_seed_only(tmp_path) -> None:
 
     assert held_out(1) == held_out(1) != held_out(2)
     for count in (0, 20, 21):
-        with pytest.raises(DataError, match=f"cannot hold out {count} of 20 rows"):
+        with pytest.raises(DataError, match=f"data.eval_rows={count}: cannot hold out {count} of 20 rows of data"):
             data().hold_out(count, 0)
 
 
 def test_config_errors(tmp_path) -> None:
     path = str(write(tmp_path / "rows.jsonl", [*ROWS, {"messages": []}]))
+    with pytest.raises(ConfigError, match="data.template='json.dumps' is not a subclass of"):
+        build(path=path, template="json.dumps")
     with pytest.raises(ConfigError, match="one of data.path and data.dataset_id"):
         build()
     with pytest.raises(ConfigError, match="data.eval_rows has no effect"):

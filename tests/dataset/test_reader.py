@@ -1,11 +1,13 @@
 """Local files to rows: case S24, and what JSON, CSV and Parquet files look like."""
 
 import json
+import logging
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from twinkle_research.dataset import Dataset, DatasetMeta
 from twinkle_research.dataset.reader import read_path
 from twinkle_research.errors import DataError
 
@@ -140,3 +142,71 @@ def test_what_cannot_be_read_is_named(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no data files in the folder"):
         read(tmp_path / "empty")
+
+
+DIGITS, DEEP = "1" * 5000, "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_rows_that_python_cannot_hold_are_bad_rows(tmp_path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(f'{{"a": {DIGITS}}}\n{{"a": {DEEP}}}\n{{"a": 1}}\n')
+    with pytest.raises(DataError, match=f"{path}:1: a number has more than 4300 digits"):
+        read(path)
+    bad: list[tuple[str, str]] = []
+    assert [origin for origin, _ in read_path(path, lambda *b: bad.append(b))] == [f"{path}:3"]
+    assert bad == [(f"{path}:1", "a number has more than 4300 digits"), (f"{path}:2", "JSON is nested too deeply")]
+
+
+def test_rows_that_python_cannot_hold_in_a_json_list(tmp_path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(f'[{{"a": {DIGITS}, "b": "]\\"}}"}},\n{{"a": {DEEP}}},\n{DIGITS},\n{{"a": 1}}]')
+    bad: list[tuple[str, str]] = []
+    assert list(read_path(path, lambda *b: bad.append(b))) == [(f"{path}:4", {"a": 1})]
+    assert [origin for origin, _ in bad] == [f"{path}:{n}" for n in (1, 2, 3)]
+    path.write_text("[" + "[" * 100_000)
+    with pytest.raises(DataError, match=":1: JSON is nested too deeply"):
+        read(path)
+    with pytest.raises(DataError, match=":1: not valid JSON: the row is not closed"):
+        list(read_path(path, lambda *b: None))
+    path.write_text(f'{{"data": [{DIGITS}]}}')
+    with pytest.raises(DataError, match="rows.json: a number has more than 4300 digits"):
+        read(path)
+
+
+def test_csv_header_and_encoding(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,completion,prompt\na,b,c\n")
+    with pytest.raises(DataError, match=":1: the column 'prompt' stands twice"):
+        read(path)
+    path.write_bytes(b"prompt\n" + b"a\n" * 5000 + b"\xe4\n")
+    with pytest.raises(DataError, match=r":5002: not UTF-8 \(byte 0xe4\)"):
+        read(path)
+
+
+def test_what_is_not_read_in_a_folder_is_named_once(tmp_path, caplog) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n')
+    for name in ("README.md", "b.jsonl.gz", ".c.jsonl", ".gitattributes"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link.jsonl").symlink_to("nowhere.jsonl")
+    with caplog.at_level(logging.WARNING):
+        assert read(tmp_path) == [{"n": 1}]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: not read: .c.jsonl (hidden), README.md (unknown file type), b.jsonl.gz (compressed; unpack it), "
+        "empty.csv (empty), link.jsonl (a link to nothing), sub (a folder)"
+    ]
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(DataError, match="no data files in the folder .*; not read: .*empty.csv"):
+        read(tmp_path)
+
+
+def test_dangling_links_and_patterns_are_said_to_be_such(tmp_path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(DataError, match="rows.jsonl: a link to nowhere.jsonl, which does not exist"):
+        read(tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match="patterns are not read; give the folder"):
+        read(tmp_path / "*.jsonl")
+    with pytest.raises(DataError, match="patterns are not read; give the folder"):
+        Dataset(DatasetMeta("rows/*"))

@@ -1,9 +1,13 @@
 """Building a TransformersModel: from the config, with wrong settings, and with a template."""
 
+import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors import safe_open
 from tiny_models import make_rows
 
 from twinkle_research.distributed.runtime import Runtime
@@ -119,3 +123,22 @@ def test_template_and_processor_by_name_or_object(tiny_llama):
         model.forward_only(make_rows(1), adapter_name="x")
     with pytest.raises(ValueError, match="adapter_name is empty"):
         TransformersModel(tiny_llama).add_adapter_to_model("", LoraAdapterConfig())
+
+
+def test_an_index_that_leaves_the_folder_is_refused(tiny_llama, tmp_path):
+    """S34 for the class as for the command: transformers itself would follow it."""
+    folder = tmp_path / "in"
+    shutil.copytree(tiny_llama, folder)
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    with safe_open(tmp_path / "outside.safetensors", "pt") as tensors:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors.keys(), "../outside.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="outside.safetensors' is not the name of a safetensors file in this folder"):
+        TransformersModel(folder)
+
+
+@pytest.mark.parametrize("steps", [1.5, 0, True])
+def test_accumulation_counts_whole_steps(tiny_llama, steps):
+    model = TransformersModel(tiny_llama)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps must be a whole number"):
+        model.add_adapter_to_model("default", LoraConfig(target_modules="all-linear"), gradient_accumulation_steps=steps)

@@ -159,3 +159,9 @@ def test_s03_packed_documents_do_not_see_each_other() -> None:
         packed = model(input_ids=both.input_ids, position_ids=both.position_ids, use_cache=False).logits[0]
         alone = [model(input_ids=torch.tensor([f["input_ids"]])).logits[0] for f in (first, second)]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("ids", "shown"), [([1.5, 2], "1.5"), ([True, 2], "True"), (["5", 2], "'5'"), ([None, 2], "None")])
+def test_ids_that_are_no_whole_numbers_are_named(ids, shown):
+    with pytest.raises(DataError, match=rf"rows.jsonl:3: input_ids\[0\] is {shown}, expected a whole number"):
+        InputProcessor().collate([{"input_ids": ids, "labels": [-100, 2], "row": "rows.jsonl:3"}])

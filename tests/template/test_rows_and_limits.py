@@ -4,6 +4,7 @@ import pytest
 from chat_styles import BOS, EOS, WORD_CHATML, chat, make_tokenizer, trained, word_tokenizer, words
 
 from twinkle_research.data_format import IGNORE_INDEX
+from twinkle_research.dataset.formats import to_trainable
 from twinkle_research.errors import ConfigError, DataError
 from twinkle_research.template import Template
 
@@ -55,6 +56,11 @@ def test_truncated_prompts_keep_the_generation_prompt() -> None:
         Template(tokenizer=tokenizer, max_length=5, truncation_strategy="right").encode(prompt, add_generation_prompt=True)
 
 
+def test_a_role_that_is_no_text_is_a_bad_row() -> None:
+    with pytest.raises(DataError, match=r"messages\[0\].role is \['user'\]"):
+        Template(tokenizer=make_tokenizer("chatml")).encode({"messages": [{"role": ["user"], "content": "q"}]})
+
+
 # --- base models ----------------------------------------------------------------------------------------------------
 
 
@@ -68,6 +74,12 @@ def test_base_model_joins_prompt_and_completion() -> None:
     assert feature["input_ids"][: prompt["length"]] == prompt["input_ids"]
     whole = Template(tokenizer=tokenizer, train_on="all").encode({"prompt": "1 2 3", "completion": " 4 5"})
     assert whole["labels"][:-1] == feature["input_ids"][1:]
+
+
+def test_base_model_refuses_a_system_message_beside_prompt_and_completion() -> None:
+    row = to_trainable({"prompt": "a", "completion": "b", "system": "s"})
+    with pytest.raises(DataError, match="has no chat template.*without 'system' and 'tools'"):
+        Template(tokenizer=make_tokenizer(None)).encode(row)
 
 
 def test_base_model_adds_nothing_twice() -> None:

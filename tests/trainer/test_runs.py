@@ -4,10 +4,14 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
-from runs import fingerprint, rows, train_in_child
+from runs import die, fingerprint, rows, train_in_child
+
+from twinkle_research.trainer.sft import SftTrainer
 
 BASE = ["trainer.max_steps=3", "checkpoint.every=null"]
 
@@ -192,3 +196,27 @@ def test_the_reader_of_the_output_may_leave(tmp_path):
     os.close(write)
     assert "step 3/3" in (tmp_path / "train.log").read_text()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_remarks_on_how_a_run_continues(tmp_path, capfd):
+    """What would surprise is said: a decay that moves with the end, a `resume` without effect, a lost first attempt."""
+    linear = ["scheduler=linear", "checkpoint.every=null"]
+    assert train_in_child(tmp_path / "run", *linear, "trainer.max_steps=2") == 0
+    assert "lr jumps" not in capfd.readouterr().out
+    assert train_in_child(tmp_path / "run", *linear, "trainer.max_steps=4", f"resume={tmp_path / 'run'}") == 0
+    shown = capfd.readouterr().out
+    assert "ends at step 4 instead of 2" in shown and "resume=" in shown and "is not used" in shown
+    assert train_in_child(tmp_path / "killed", *BASE, before=killed_in_step_two) == -signal.SIGKILL
+    assert train_in_child(tmp_path / "killed", *BASE) == 0
+    assert "reached step 1 without a checkpoint" in capfd.readouterr().out
+
+
+def killed_in_step_two():
+    inner = SftTrainer.train_step
+    SftTrainer.train_step = lambda self, features: die() if self.step == 1 else inner(self, features)
+
+
+def test_a_dry_run_shows_the_preview(root, own_rows):
+    command = [sys.executable, "train.py", "model=tiny", "data=jsonl", f"data.path={own_rows}", "data.preview=1", "dry_run=true"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert "⟦0<|im_end|>⟧" in done.stdout and "nothing was started" in done.stdout

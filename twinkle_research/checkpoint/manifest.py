@@ -65,6 +65,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_files(files: dict[str, Any], where: Path) -> None:
+    if not files:
+        raise CheckpointError(f"{where} is damaged: it lists no files")
     for name, entry in files.items():
         refuse_pickle(safe_relative(name, str(where)), str(where))
         size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)

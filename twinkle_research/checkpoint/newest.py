@@ -92,7 +92,11 @@ def _pointed(root: Path, candidates: list[Path]) -> Path | None:
     pointer = root / LATEST
     if not pointer.is_file():
         return None
-    name = safe_name(pointer.read_bytes()[:1000].decode(errors="replace").strip())
+    try:
+        name = safe_name(pointer.read_bytes()[:1000].decode(errors="replace").strip())
+    except UnsafeCheckpoint:  # empty after a power loss, or not ours: nothing that it says is followed
+        log.warning("%s does not hold the name of a checkpoint and is not followed", pointer)
+        return None
     for candidate in candidates:
         if candidate.name in (name, name + REPLACED):
             return candidate

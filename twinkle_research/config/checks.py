@@ -17,6 +17,7 @@ from twinkle_research.config.storage import to_object
 from twinkle_research.dataset.config import DataConfig
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Attention, Device, LoraAdapterConfig, ModelConfig, Sharding, TransformersBackendConfig
+from twinkle_research.model.facts import ALL_LINEAR
 from twinkle_research.tracking.config import TrackingConfig, WandbConfig, WandbMode
 from twinkle_research.trainer.config import (
     AdamConfig,
@@ -144,6 +145,8 @@ def _numbers_at(config: TrainConfig, key: str) -> list[float]:
 def _run(config: TrainConfig) -> Iterator[str]:
     if config.run_dir is not None and not config.run_dir.strip():
         yield "'run_dir' is empty; give a folder, or null for a new one under runs/"
+    if not config.resume.strip():
+        yield "'resume' is empty; give auto, never or the folder of a checkpoint or of a run"
     if config.eval_only and config.run_dir is None and config.resume in ("auto", "never"):
         yield "eval_only=true needs a checkpoint: give run_dir=<folder of a run> or resume=<checkpoint>"
     if config.eval_only and config.resume == "never":
@@ -169,11 +172,15 @@ def _adapter(config: TrainConfig) -> Iterator[str]:
         return
     if not adapter.target_modules:
         yield "'adapter.target_modules' is empty: name linear layers, or write all-linear"
+    if ALL_LINEAR in adapter.target_modules and set(adapter.target_modules) != {ALL_LINEAR}:
+        yield "'adapter.target_modules': all-linear stands alone; leave out the other names, or name each layer instead of it"
+    if ALL_LINEAR in adapter.modules_to_save:
+        yield "'adapter.modules_to_save' names modules; all-linear is a value of adapter.target_modules only"
     for key in ("target_modules", "modules_to_save"):
         names = getattr(adapter, key)
         if duplicates := sorted({name for name in names if names.count(name) > 1}):
             yield f"'adapter.{key}' names {', '.join(duplicates)} twice"
-    if both := sorted(set(adapter.target_modules) & set(adapter.modules_to_save)):
+    if both := sorted((set(adapter.target_modules) & set(adapter.modules_to_save)) - {ALL_LINEAR}):
         yield f"{', '.join(both)} cannot be in both adapter.target_modules and adapter.modules_to_save"
 
 
@@ -213,8 +220,9 @@ def _data(data: DataConfig) -> Iterator[str]:
         yield "give data.path or data.dataset_id, not both (null switches one off)"
     if data.path is None and data.dataset_id is None:
         yield f"data={data.name} needs rows: give data.path=<file or folder> or data.dataset_id=<hub id>"
-    if data.dataset_id is not None and not data.dataset_id.strip():
-        yield "'data.dataset_id' is empty"
+    for key in ("path", "eval_path", "dataset_id"):
+        if (value := getattr(data, key)) is not None and not value.strip():
+            yield f"'data.{key}' is empty; give {'a hub id' if key == 'dataset_id' else 'a file or folder'}, or null"
     local = data.path is not None or (data.dataset_id or "").startswith(BUILT_IN_ROWS)
     for key, default in (("subset", "default"), ("split", "train")):
         if local and getattr(data, key) != default:

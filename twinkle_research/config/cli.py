@@ -29,7 +29,7 @@ from twinkle_research.config.composing import compose_with_hydra, strict_loader,
 from twinkle_research.config.keys import all_keys, hint
 from twinkle_research.config.schema import GROUPS, config_dir, register
 from twinkle_research.distributed.env import WorldInfo, detect
-from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError
+from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError, nearest
 
 
 class JobFailed(UserError):
@@ -60,10 +60,16 @@ def _main(argv: list[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python train.py --help | head
         print(help_text([word for word in argv if not word.startswith("-") and "=" not in word]))
         return 0
-    args = _arguments(argv)
+    argv, args = _arguments(argv)
     if args.version:
         print(f"twinkle_research {__version__} (Hydra {hydra.__version__})")
         return 0
+    if args.config_dir and not Path(args.config_dir).is_dir():
+        raise ConfigError(f"--config-dir={args.config_dir}: there is no such folder")
+    if args.resolve and not args.cfg:
+        raise ConfigError("--resolve goes with --cfg: write --cfg job --resolve")
+    if args.package and args.package.partition(".")[0] not in (*GROUPS, "hydra"):
+        raise ConfigError(f"--package {args.package}: there is no such section; {nearest(args.package, [*GROUPS, 'hydra'])}")
     world = detect()
     if _is_plain(args):
         cfg = compose_with_hydra(args.overrides)
@@ -72,7 +78,8 @@ def _main(argv: list[str]) -> int:
     return _through_hydra(argv, args, world)
 
 
-def _arguments(argv: list[str]) -> Namespace:
+def _arguments(argv: list[str]) -> tuple[list[str], Namespace]:
+    """The words in the order that argparse needs, and what they say."""
     parser = get_args_parser()
     for action in parser._actions:
         if "--version" in action.option_strings:
@@ -95,7 +102,28 @@ def _arguments(argv: list[str]) -> Namespace:
         )
 
     parser.error = refuse.__get__(parser)  # type: ignore[method-assign]
-    return parser.parse_args(argv)
+    argv = _flags_last(argv, parser)
+    return argv, parser.parse_args(argv)
+
+
+def _flags_last(argv: list[str], parser: ArgumentParser) -> list[str]:
+    """argparse wants the settings in one piece: ``model=tiny -m seed=0,1`` becomes ``model=tiny seed=0,1 -m``."""
+    settings: list[str] = []
+    flags: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            settings.append(word)
+            continue
+        flags.append(word)
+        action = parser._option_string_actions.get(word)  # None: unknown, or its value is behind a =
+        takes_next = action is not None and (
+            action.nargs is None or (action.nargs == "?" and rest[:1] and rest[0] in action.choices)
+        )
+        if takes_next and rest:
+            flags.append(rest.pop(0))
+    return settings + flags
 
 
 def _is_plain(args: Namespace) -> bool:
@@ -127,6 +155,10 @@ def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) 
         print_plan(plan, config)
     if config.dry_run:
         if world.rank == 0:
+            if config.data.preview:
+                from twinkle_research.trainer.preview import preview_only
+
+                preview_only(config)
             print("dry run: nothing was started or written")
         return 0
     if sweep_job is not None and config.tracking.wandb.group is None:
@@ -151,14 +183,18 @@ def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
         return _job(cfg, world, failures)
 
     app = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")(job)
-    with _hydra_surroundings(argv), strict_loader(each_job=validate if args.multirun else None), _completion(args):
+    with (
+        _hydra_surroundings(argv, sweeps=args.multirun or _is_plain(args)),
+        strict_loader(each_job=validate if args.multirun else None),
+        _completion(args),
+    ):
         try:
             app()
         except JobFailed:
             pass  # told below, with the others
         except SystemExit as left:
             if left.code not in (0, None):
-                return int(left.code)
+                return 2 if args.cfg else int(left.code)  # Hydra has said that there is no such --package
     if failures:
         raise UserError("\n".join([f"{len(failures)} of the sweep's jobs failed", *failures]))
     return 0
@@ -189,14 +225,14 @@ def _job(cfg: DictConfig, world: WorldInfo, failures: list[str]) -> float | None
 
 
 @contextlib.contextmanager
-def _hydra_surroundings(argv: list[str]) -> Iterator[None]:
+def _hydra_surroundings(argv: list[str], sweeps: bool) -> Iterator[None]:
     """Hydra reads sys.argv, and prints errors its own way unless this variable is set."""
     old_argv, old_flag = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     with contextlib.ExitStack() as stack:
         words = list(argv)
         # Hydra makes a folder for each job of a sweep; a dry run must leave none.
-        if any(re.fullmatch(r"\+{0,2}dry_run=(true|yes|on|1)", word, re.IGNORECASE) for word in argv):
-            words.append(f"hydra.sweep.dir={stack.enter_context(tempfile.TemporaryDirectory())}")
+        if sweeps and any(re.fullmatch(r"\+{0,2}dry_run=(true|yes|on|1)", word, re.IGNORECASE) for word in argv):
+            words.insert(0, f"hydra.sweep.dir={stack.enter_context(tempfile.TemporaryDirectory())}")
         sys.argv = [old_argv[0], *words]
         os.environ["HYDRA_FULL_ERROR"] = "1"
         try:

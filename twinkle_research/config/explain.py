@@ -10,7 +10,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ConfigTypeErr
 from yaml import YAMLError
 
 from twinkle_research.config.keys import all_keys, annotation_of, expected, is_list, is_optional, is_text, unknown_key
-from twinkle_research.config.schema import BASE, GROUPS, SCHEMAS, options
+from twinkle_research.config.schema import BASE, GROUPS, SCHEMAS, offered_groups, options
 from twinkle_research.errors import nearest
 from twinkle_research.trainer.config import TrainConfig
 
@@ -58,7 +58,7 @@ def _missing_option(link: BaseException, chain: list[BaseException], overrides: 
         file = f"{said[1]}.yaml: " if said else ""
         if group in GROUPS:
             return f"{file}there is no schema or option '{name}' in '{group}'; {nearest(name, _schemas_and_options(group))}"
-        return f"{file}there is no config '{link.missing_cfg_file}'; " + nearest(group or name, [*GROUPS, "experiment"])
+        return f"{file}there is no config '{link.missing_cfg_file}'; " + nearest(group or name, [*offered_groups(), "experiment"])
     names = [option for option in link.options if not option.startswith(BASE)]
     return f"unknown option '{group}={name}'; {nearest(name, names)}"
 
@@ -76,7 +76,7 @@ def _syntax(link: BaseException, chain: list[BaseException], overrides: Sequence
             return f"'{text}' needs a value: {text}=" + "|".join(options(text))
         if text in all_keys():
             return f"'{text}' needs a value: {text}=..."
-        return f"'{text}' is not of the form key=value; {nearest(text, [*GROUPS, '--help', '--cfg', '--multirun'])}"
+        return f"'{text}' is not of the form key=value; {nearest(text, [*offered_groups(), '--help', '--cfg', '--multirun'])}"
     key, _, value = text.partition("=")
     return f"cannot read the value of '{text}'; where it has special characters quote it twice: \"{key}='{value}'\""
 
@@ -92,7 +92,7 @@ def _hydra_text(link: BaseException, chain: list[BaseException], overrides: Sequ
         entry = found[2].removeprefix("override ")
         return f"a second option for the group '{found[1]}'; in a defaults list write 'override /{entry}'"
     if found := re.search(r"Could not override '([^'@]+)(?:@[^']*)?'\. No match in the defaults list", text):
-        return f"there is no config group '{found[1]}' to override; {nearest(found[1], GROUPS)}"
+        return f"there is no config group '{found[1]}' to override; {nearest(found[1], offered_groups())}"
     if found := re.match(r"Could not override '(\S+)@(\S+)'\.\nDid you mean", text):
         return f"'{found[1]}@{found[2]}' is not in use; write {found[1]}=..."
     if found := re.search(r"Could not append to config\. An item is already at '(.*)'", text):
@@ -134,7 +134,7 @@ def _unknown(link: BaseException, chain: list[BaseException], overrides: Sequenc
     if said and said[1].startswith(key):
         key = said[1]
     if "/" in key:
-        return f"unknown config group '{key}'; {nearest(key.split('/')[0], GROUPS)}"
+        return f"unknown config group '{key}'; {nearest(key.split('/')[0], offered_groups())}"
     if link.object_type is dict:
         return unknown_key(key, free=[str(name) for name in link.parent_node or ()])
     if dataclasses.is_dataclass(link.object_type) and key.startswith("hydra."):

@@ -4,6 +4,7 @@ import re
 import textwrap
 from pathlib import Path
 
+from twinkle_research.config.keys import hint
 from twinkle_research.config.schema import GROUPS, config_dir, options, root_leaves
 from twinkle_research.errors import ConfigError, nearest
 
@@ -93,7 +94,7 @@ def _topic(topic: str) -> str:
     if group in root_leaves() and not key:
         return _line(topic, config_dir() / "train.yaml", topic)
     if group not in (*GROUPS, "experiment"):
-        raise ConfigError(f"--help {topic}: {nearest(topic, [*GROUPS, 'experiment', *root_leaves()])}")
+        raise ConfigError(f"--help {topic}: {hint(topic)}")
     pages = []
     for name in options(group):
         path = config_dir() / group / f"{name}.yaml"

@@ -19,6 +19,8 @@ from twinkle_research.model.prepare import model_facts
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.trainer.config import TrainConfig
 
+# Last name parts of the two modules that share one weight in a model with tied embeddings.
+_SHARED = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "lm_head", "embed_out", "output_layer")
 TEMPLATES = [name for name in template.__all__ if name[0].isupper()]
 
 
@@ -102,4 +104,21 @@ def _against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
     if isinstance(config.adapter, LoraAdapterConfig):
         for key in ("target_modules", "modules_to_save"):
             for name in facts.unknown_modules(getattr(config.adapter, key)):
-                yield f"'adapter.{key}' names '{name}', which {model} does not have; {facts.hint(name)}"
+                near = facts.hint(name) if key == "target_modules" else nearest(name, sorted(map(_last, facts.modules)))
+                yield f"'adapter.{key}' names '{name}', which {model} does not have; {near}"
+        yield from _low_rank_on_tied(config.adapter, facts)
+
+
+def _low_rank_on_tied(adapter: LoraAdapterConfig, facts: Facts) -> Iterator[str]:
+    """As model/transformers/lora.py, which knows it from the model itself."""
+    tied = [name for name in facts.modules if facts.tied_embeddings and _last(name) in _SHARED]
+    for name in tied:
+        if any(name in facts.matching(target) for target in adapter.target_modules):
+            yield (
+                f"'adapter.target_modules': {' and '.join(sorted(tied))} share one weight in this model, so a low-rank change "
+                f"of {name} would untie them; train them in full with adapter.modules_to_save=[{_last(name)}]"
+            )
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]

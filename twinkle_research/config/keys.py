@@ -9,12 +9,21 @@ from typing import Any, Union, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
 
-from twinkle_research.config.schema import GROUPS, SCHEMAS, Schema, config_dir, leaves, options, root_leaves
+from twinkle_research.config.schema import GROUPS, SCHEMAS, Schema, config_dir, leaves, offered_groups, options, root_leaves
 from twinkle_research.errors import nearest
 
 # Likeness from which a name counts as a misspelling of another one of the same section, or of another section.
 _CUTOFF = 0.6
 _CUTOFF_ELSEWHERE = 0.75
+
+# What other trainers call it -> what to write here.
+_NAMES_ELSEWHERE = {
+    "learning_rate": "write optimizer.lr",
+    "gradient_accumulation_steps": "it follows from trainer.batch_size (rows a step) and trainer.micro_batch_size (rows a pass)",
+    "per_device_train_batch_size": "write trainer.micro_batch_size; trainer.batch_size counts the rows of a step over all ranks",
+    "num_train_epochs": "write trainer.epochs",
+    "output_dir": "write run_dir",
+}
 
 
 @cache
@@ -114,6 +123,8 @@ def hint(key: str, cfg: DictConfig | None = None, free: list[str] | None = None)
         parent = key.rpartition(".")[0]
         close = difflib.get_close_matches(key, [f"{parent}.{name}" for name in free], n=1, cutoff=_CUTOFF)
         return f"did you mean '{close[0]}'?" if close else f"to add a new entry write +{key}=..."
+    if key.rpartition(".")[2] in _NAMES_ELSEWHERE:
+        return _NAMES_ELSEWHERE[key.rpartition(".")[2]]
     valid = valid_keys(cfg)
     best = _nearest_keys(key, valid)
     if best:
@@ -121,7 +132,7 @@ def hint(key: str, cfg: DictConfig | None = None, free: list[str] | None = None)
     if group in GROUPS and rest:
         names = [k for k in valid if k.startswith(group + ".") and not k.endswith(".name")]
         return f"settings of {group} here: {', '.join(names)}" if names else f"the chosen {group} option has no settings"
-    return nearest(group, [*GROUPS, *root_leaves()])
+    return nearest(group, [*offered_groups(), "experiment", *root_leaves()])
 
 
 def _nearest_keys(key: str, valid: list[str]) -> list[str]:
@@ -129,7 +140,7 @@ def _nearest_keys(key: str, valid: list[str]) -> list[str]:
     section is preferred, and across sections the likeness must be closer."""
     parent, _, leaf = key.rpartition(".")
     scores: dict[str, float] = {}
-    for name in [*valid, *GROUPS, *_sections(valid)]:
+    for name in [*valid, *GROUPS, "experiment", *_sections(valid)]:
         its_parent, _, its_leaf = name.rpartition(".")
         alike = _ratio(leaf, its_leaf)
         if its_parent == parent:

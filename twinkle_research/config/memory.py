@@ -28,7 +28,7 @@ class Memory:
     def text(self) -> str:
         parts = [(name, getattr(self, name)) for name in ("weights", "gradients", "optimizer", "activations")]
         shown = ", ".join(f"{name} {_gib(size)}" for name, size in parts)
-        return f"about {self.total / GIB:.1f} GiB a process with rows of full length ({shown})"
+        return f"at most about {self.total / GIB:.1f} GiB a process (rows of full length: {shown})"
 
 
 def _gib(size: float) -> str:

@@ -11,9 +11,9 @@ from twinkle_research.config.storage import FILE_NAME, load_config
 from twinkle_research.errors import ConfigError
 from twinkle_research.trainer.config import TrainConfig
 
-# What computes, on how many processes, cut how, and what is shown: none of it changes the result.
+# What computes, on how many processes, cut how, and what is shown and kept: none of it changes the result.
 _FREE = (
-    "run_dir", "resume", "dry_run", "eval_only", "backend", "launch", "tracking", "model.attention",
+    "run_dir", "resume", "dry_run", "eval_only", "backend", "launch", "tracking", "checkpoint", "model.attention",
     "trainer.micro_batch_size", "trainer.micro_batch_tokens", "data.num_proc", "data.preview", "data.on_change",
 )  # fmt: skip
 _UPWARD = ("trainer.max_steps", "trainer.epochs")
@@ -74,7 +74,7 @@ def _problems_of_resume(resume: str) -> Iterator[str]:
     if resume in ("auto", "never") or Path(resume).is_dir():
         return
     close = difflib.get_close_matches(resume, ["auto", "never"], n=1, cutoff=0.6)
-    meant = f"did you mean '{close[0]}'?" if close else "there is no such folder"
+    meant = f"did you mean '{close[0]}'?" if close else "there is no such folder."
     yield f"resume={resume}: {meant} It must be auto, never or the folder of a checkpoint or of a run"
 
 

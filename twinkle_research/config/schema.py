@@ -97,6 +97,11 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
 
 
+def offered_groups() -> list[str]:
+    """Groups worth naming in a message: those with another option than ``none``."""
+    return [group for group in GROUPS if options(group) != ["none"]]
+
+
 def leaves(node: type, prefix: str = "") -> dict[str, dataclasses.Field]:
     """Dotted name -> field of every setting below a dataclass."""
     found = {}

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from twinkle_research.config.schema import GROUPS, find_schema, schema_of
+from twinkle_research.config.schema import GROUPS, SCHEMAS, find_schema, schema_of
 from twinkle_research.errors import ConfigError, nearest
 from twinkle_research.trainer.config import TrainConfig
 
@@ -42,21 +43,39 @@ def load_config(run_dir: str | Path) -> TrainConfig:
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"{path}: there is no {FILE_NAME}, so this is not the folder of a run")
+    stored = _read(path)
     try:
-        stored = OmegaConf.load(path)
-        schemas = stored.pop("schema", {})
+        schemas = _section(stored, "schema", path)
         root = OmegaConf.structured(TrainConfig)
         for group in GROUPS:
             schema = find_schema(group, schemas.get(group, ""))
             if schema is None:
-                valid = [s for s in schemas.values() if s]
+                valid = [s.name for s in SCHEMAS if s.group == group]
                 raise ConfigError(
                     f"{path}: 'schema.{group}' is {schemas.get(group)!r}; {nearest(str(schemas.get(group)), valid)}"
                 )
             root[group] = OmegaConf.structured(schema.node)
         OmegaConf.set_struct(root, True)
         for group in GROUPS:  # free-form dicts take any key, typed sections only their own
-            root[group] = OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(root, group)), stored.pop(group))
+            root[group] = OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(root, group)), _section(stored, group, path))
         return to_object(OmegaConf.merge(root, stored))
     except (OmegaConfBaseException, KeyError) as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from error
+
+
+def _read(path: Path) -> DictConfig:
+    try:
+        stored = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, ValueError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read as the configuration of a run: {said}") from error
+    if not isinstance(stored, DictConfig):
+        raise ConfigError(f"{path}: is not the configuration of a run: it holds a list, not settings")
+    return stored
+
+
+def _section(stored: DictConfig, name: str, path: Path) -> DictConfig:
+    section = stored.pop(name, None)
+    if not isinstance(section, DictConfig):
+        raise ConfigError(f"{path}: is not the configuration of a run: the section '{name}' is missing or no section")
+    return section

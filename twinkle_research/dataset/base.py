@@ -17,7 +17,7 @@ import numpy as np
 from twinkle_research.data_format import InputFeature
 from twinkle_research.dataset.encoding import FeatureStore, encode_chunks
 from twinkle_research.dataset.order import keyed_permutation
-from twinkle_research.dataset.reader import Row, read_path
+from twinkle_research.dataset.reader import Row, is_pattern, read_path
 from twinkle_research.errors import ConfigError, DataError, UserError, nearest
 from twinkle_research.symbols import load_symbol
 from twinkle_research.template.base import Template
@@ -177,7 +177,10 @@ class Dataset:
         """Takes ``count`` rows, chosen by ``seed``, out of this data set; returns them as one of their own."""
         self._require_unencoded("hold_out")
         if not 0 < count < len(self):
-            raise DataError(f"cannot hold out {count} of {len(self)} rows: at least one must be left for training")
+            raise DataError(
+                f"data.eval_rows={count}: cannot hold out {count} of {len(self)} rows of {_source_name(self.meta)}: "
+                "at least one must be held out, and at least one left for training"
+            )
         chosen = set(keyed_permutation(len(self), seed, "hold_out")[:count].tolist())
         held = Dataset(on_error=self.on_error)
         held.template = self.template
@@ -217,11 +220,12 @@ class Dataset:
         if num_proc < 1:
             raise ConfigError(f"num_proc must be >= 1, got {num_proc}")
         self.on_error = on_error or self.on_error
-        ids, trained, lengths, origins, start, before = [], [], [], [], 0, len(self.dropped)
+        ids, trained, lengths, origins, cut, start, before = [], [], [], [], [], 0, len(self.dropped)
         for chunk in encode_chunks(self.template, self._rows, add_generation_prompt, batched, num_proc, progress):
             for i, reason in chunk.errors:
                 self._bad_row(self._origins[start + i], reason)
             self.dropped += [DroppedRow(self._origins[start + i], reason) for i, reason in chunk.dropped]
+            cut += [self._origins[start + i] for i in chunk.cut]
             for i, count in enumerate(chunk.counts):
                 origins += [self._origins[start + i]] * count
             ids.append(chunk.ids)
@@ -231,6 +235,7 @@ class Dataset:
         if not origins:
             raise DataError(f"none of {len(self._rows)} rows can be trained on: {self.dropped_summary(before)}")
         self._warn_dropped(before, "encoding", len(self._rows))
+        self._warn_cut(cut)
         self._store = FeatureStore(np.concatenate(ids), np.concatenate(trained), lengths, origins)
         self._rows, self._origins = [], []
         return self
@@ -284,6 +289,16 @@ class Dataset:
                 "%s: %s dropped %d rows (of %d): %s", _source_name(self.meta), where, count, total, self.dropped_summary(start)
             )
 
+    def _warn_cut(self, origins: list[str]) -> None:
+        if origins:
+            how = self.template.truncation_strategy
+            shown = ", ".join(origins[:5]) + (", ..." if len(origins) > 5 else "")
+            logger.warning(
+                "%s: encoding %s %d rows (of %d) longer than max_length=%d: %s",
+                _source_name(self.meta), "split" if how == "split" else f"cut ({how})", len(origins), len(self._rows),
+                self.template.max_length, shown,
+            )  # fmt: skip
+
 
 def _source_name(meta: DatasetMeta | None) -> str:
     return (meta.dataset_id if meta else "") or "data"
@@ -315,8 +330,8 @@ def _source(meta: DatasetMeta, on_bad: Callable[[str, str], None]) -> Iterator[t
         raise UserError(
             f"{name}: ModelScope data sets are not supported; download the file and give its path, or use a Hugging Face id"
         )
-    looks_like_file = Path(name).suffix or name.startswith((".", "/", "~")) or name.count("/") > 1
-    if os.path.exists(os.path.expanduser(name)) or (looks_like_file and not name.startswith("hf://")):
+    looks_like_file = Path(name).suffix or name.startswith((".", "/", "~")) or name.count("/") > 1 or is_pattern(name)
+    if os.path.lexists(os.path.expanduser(name)) or (looks_like_file and not name.startswith("hf://")):
         return read_path(name, on_bad)
     return _read_hub(meta, name.removeprefix("hf://"))
 

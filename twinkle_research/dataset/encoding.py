@@ -28,7 +28,7 @@ _SHOW_PROGRESS_FROM = 4000  # rows
 class EncodedChunk:
     """``CHUNK`` rows or fewer. Features of all rows one after the other; ``counts[i]``: how many row i gave.
 
-    ``dropped`` and ``errors`` hold (position of the row in the chunk, reason).
+    ``dropped`` and ``errors`` hold (position of the row in the chunk, reason), ``cut`` the positions of cut or split rows.
     """
 
     ids: np.ndarray
@@ -37,6 +37,7 @@ class EncodedChunk:
     counts: list[int]
     dropped: list[tuple[int, str]] = field(default_factory=list)
     errors: list[tuple[int, str]] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)
 
 
 class FeatureStore:
@@ -81,6 +82,7 @@ def encode_chunk(template: Template, rows: Sequence[Any], add_generation_prompt:
         counts=[len(result.tokens) for result in all_results],
         dropped=[(i, result.dropped) for i, result in enumerate(all_results) if result.dropped is not None],
         errors=[(i, str(result.error)) for i, result in enumerate(all_results) if result.error is not None],
+        cut=[i for i, result in enumerate(all_results) if result.cut],
     )
 
 

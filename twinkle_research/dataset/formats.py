@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from twinkle_research.errors import DataError, nearest
-from twinkle_research.template.messages import canonical_tool_calls, parse_json
+from twinkle_research.template.messages import canonical_tool_calls, canonical_tools, parse_json
 
 LAYOUTS = (
     "messages; conversations (from/value); prompt + completion; instruction (+ input) + output; query + response; "
@@ -28,8 +28,13 @@ def to_trainable(row: dict[str, Any], prompt_only: bool = False) -> dict[str, An
     Raises DataError (without the row's origin) where no layout fits or a part is missing.
     """
     out = _convert(row, prompt_only)
-    system = row.get("system")
-    if system and "messages" in out and out["messages"][0].get("role") != "system":
+    has_system = not _is_absent(row.get("system"))
+    if "messages" not in out and (has_system or canonical_tools(row.get("tools"))):
+        out = {"messages": _pair(row, out["prompt"], "completion")}
+    if has_system:
+        own = [i for i, message in enumerate(out["messages"]) if message.get("role") in ("system", "developer")]
+        if own:
+            raise DataError(f"'system' beside a system message (message {own[0]}, counted from 0); keep one of them")
         out["messages"] = [{"role": "system", "content": _text(row, "system")}, *out["messages"]]
     if row.get("tools") and "messages" in out:
         out["tools"] = row["tools"]
@@ -47,7 +52,7 @@ def _convert(row: dict[str, Any], prompt_only: bool) -> dict[str, Any]:
     if row.get("instruction") is not None:
         _require(row, "output", "instruction", prompt_only)
         question = _text(row, "instruction")
-        if row.get("input"):
+        if not _is_absent(row.get("input")):
             question += "\n\n" + _text(row, "input")
         return {"messages": _pair(row, question, "output")}
     for question, answer in _QUESTION_ANSWER:
@@ -56,13 +61,23 @@ def _convert(row: dict[str, Any], prompt_only: bool) -> dict[str, Any]:
     for question, answer in (("prompt", "completion"), *_QUESTION_ANSWER):
         if row.get(question) is not None:
             _require(row, answer, question, prompt_only)
-    keys = ", ".join(repr(k) for k in row) or "none"
+    _refuse_preference(row)
+    keys = ", ".join(f"{k!r} (null)" if value is None else repr(k) for k, value in row.items()) or "none"
     raise DataError(f"no known layout (keys: {keys}). Known: {LAYOUTS}. Otherwise give a data.processor that returns one of them")
 
 
 def _require(row: dict[str, Any], key: str, other: str, prompt_only: bool) -> None:
     if row.get(key) is None and not prompt_only:
-        raise DataError(f"{other!r} without {key!r}")
+        _refuse_preference(row)
+        raise DataError(f"{key!r} is null" if key in row else f"{other!r} without {key!r}")
+
+
+def _refuse_preference(row: dict[str, Any]) -> None:
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        raise DataError(
+            f"preference rows (chosen/rejected) are not supported yet; expected one of: {LAYOUTS}. "
+            "Otherwise give a data.processor that returns one of them"
+        )
 
 
 def _prompt_completion(row: dict[str, Any]) -> dict[str, Any]:
@@ -80,8 +95,9 @@ def _prompt_completion(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pair(row: dict[str, Any], question: str, answer: str) -> list[dict[str, Any]]:
-    messages = []
-    for i, turn in enumerate(row.get("history") or []):
+    messages, history = [], row.get("history")
+    history = () if _is_absent(history) else history if isinstance(history, tuple) else parse_json(history, "history", list)
+    for i, turn in enumerate(history):
         if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(t, str) for t in turn):
             raise DataError(f"history[{i}] must be a pair of texts, [question, answer]")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
@@ -101,6 +117,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     message = parse_json(message, where, dict)
     if "role" in message or "from" not in message:
         return message
+    if not isinstance(message["from"], str):
+        raise DataError(f"{where}.from must be text, got {type(message['from']).__name__}")
     role = _SHAREGPT_ROLES.get(message["from"])
     if role is None:
         raise DataError(f"{where}.from is {message['from']!r}; {nearest(str(message['from']), _SHAREGPT_ROLES)}")
@@ -115,6 +133,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         calls = canonical_tool_calls([calls] if isinstance(calls, dict) else calls, where + ".value")
         return {**extra, "role": "assistant", "content": "", "tool_calls": calls}
     return {**extra, "role": role, "content": value}
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value)
 
 
 def _text(row: dict[str, Any], key: str) -> str:

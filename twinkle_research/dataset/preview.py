@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from twinkle_research.template.base import Template
 
 
-def preview(dataset: Dataset, template: Template, n: int = 3) -> Text:
-    """The first ``n`` encoded rows. Trained tokens are bold green (and so visible without colour by their weight)."""
+def preview(dataset: Dataset, template: Template, n: int = 3, marks: bool = False) -> Text:
+    """The first ``n`` encoded rows. Trained tokens are bold green; with ``marks`` also between ⟦ and ⟧."""
     from rich.text import Text
 
     out = Text()
@@ -23,6 +23,7 @@ def preview(dataset: Dataset, template: Template, n: int = 3) -> Text:
         trained = sum(label != IGNORE_INDEX for label in feature["labels"])
         out.append(f"{feature['row']}: {feature['length']} tokens, {trained} trained\n", style="bold cyan")
         for piece, is_trained in template.trained_spans(feature):
-            out.append(piece, style="bold green" if is_trained else "dim")
+            text = f"⟦{piece}⟧" if is_trained and marks else piece
+            out.append(text, style="bold green" if is_trained else "dim")
         out.append("\n\n")
     return out

@@ -197,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     """Names of the weight files: model.safetensors, or those of the index. A name that leaves the folder is refused."""
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"]
@@ -218,7 +218,7 @@ def _weight_files(folder: Path) -> list[str]:
 def _read_headers(folder: Path) -> _Headers:
     shapes: dict[str, tuple[int, ...]] = {}
     size = 0
-    for name in _weight_files(folder):
+    for name in weight_files(folder):
         path = folder / name
         header = read_safetensors_header(path)
         size += path.stat().st_size

@@ -47,8 +47,8 @@ class TrainingState:
         hidden_matrices: Collection[str] = (),
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        if gradient_accumulation_steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be >= 1, got {gradient_accumulation_steps}")
+        if type(gradient_accumulation_steps) is not int or gradient_accumulation_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be a whole number >= 1, got {gradient_accumulation_steps!r}")
         self.parameters = dict(parameters)
         self.runtime = runtime
         self.hidden_matrices = hidden_matrices

@@ -145,6 +145,12 @@ class InputProcessor:
         for name, values in (("labels", labels), ("position_ids", positions)):
             if len(values) != length:
                 raise DataError(f"{_row_name(batch, i)}: {name} has {len(values)} entries, input_ids {length}")
+        for name, values in (("input_ids", feature["input_ids"]), ("labels", labels)):
+            if (
+                isinstance(values, list)
+                and (wrong := next((k for k, v in enumerate(values) if type(v) is not int), None)) is not None
+            ):
+                raise DataError(f"{_row_name(batch, i)}: {name}[{wrong}] is {values[wrong]!r}, expected a whole number")
         position_ids = torch.as_tensor(positions, dtype=torch.long)
         batch.input_ids[i, where] = torch.as_tensor(feature["input_ids"], dtype=torch.long)
         batch.labels[i, where] = torch.as_tensor(labels, dtype=torch.long)

@@ -30,6 +30,7 @@ class RowResult:
 
     tokens: list[Tokens] = field(default_factory=list)
     dropped: str | None = None
+    cut: bool = False  # was longer than max_length, and only a part of it, or its pieces, are in ``tokens``
     error: DataError | None = None
 
 
@@ -154,7 +155,8 @@ class Template:
         if isinstance(row, Conversation):
             raise DataError(
                 f"{self.model_id} has no chat template, so 'messages' cannot be rendered: use rows of text 'prompt' and "
-                "'completion', choose an instruct model, or put a chat_template.jinja into the model folder"
+                "'completion' (without 'system' and 'tools'), choose an instruct model, or put a chat_template.jinja "
+                "into the model folder"
             )
         if add_generation_prompt:
             return [TrainedText(row.prompt, [])]
@@ -210,6 +212,7 @@ class Template:
             tokens = [piece for t in tokens for piece in _cut(t, limit, self.truncation_strategy)]
         # A token is only trained with its predecessor, so the first of a row never is.
         result.tokens = [t for t in tokens if is_prompt or t.trained[1:].any()]
+        result.cut = bool(result.tokens) and limit is not None and longest > limit
         if not result.tokens:
             result.dropped = (
                 f"no trained token within max_length={limit}" if limit is not None and longest > limit else "no trained token"
@@ -308,6 +311,8 @@ def build_template(
 ) -> Template:
     """The template that ``config`` (group ``data``) asks for. ``options``: revision, trust_remote_code."""
     cls = load_symbol(config.template, "twinkle_research.template", "data.template")
+    if not (isinstance(cls, type) and issubclass(cls, Template)):
+        raise ConfigError(f"data.template={config.template!r} is not a subclass of twinkle_research.template.Template")
     return cls(
         model_id,
         tokenizer=tokenizer,

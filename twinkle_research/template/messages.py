@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +94,18 @@ def parse_json(value: Any, where: str, kind: type) -> Any:
             value = json.loads(value)
         except json.JSONDecodeError as exc:
             raise DataError(f"{where} is text that is not valid JSON: {exc.msg} at character {exc.pos}") from exc
+        except (ValueError, RecursionError) as exc:
+            raise DataError(f"{where} is text that cannot be read as JSON: {unreadable_json(exc)}") from exc
     if not isinstance(value, kind):
         raise DataError(f"{where} must be {'a list' if kind is list else 'an object'}, got {_kind(value)}")
     return value
+
+
+def unreadable_json(exc: ValueError | RecursionError) -> str:
+    """Why json refused text that may well be valid JSON."""
+    if isinstance(exc, RecursionError):
+        return "JSON is nested too deeply"
+    return f"a number has more than {sys.get_int_max_str_digits()} digits"
 
 
 def split_inline_thinking(message: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +122,7 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
     # Columnar files give every message every key; an absent one is None there.
     message = {k: v for k, v in message.items() if v is not None}
     role = message.get("role")
-    role = _ROLE_ALIASES.get(role, role)
+    role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise DataError(f"{where}.role is {role!r}; {nearest(str(role), ROLES)}")
     out = {**message, "role": role, "content": _text(message.get("content", ""), f"{where}.content")}

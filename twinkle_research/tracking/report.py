@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def write_report(
     """
     runs = load_runs(find_runs(folders))
     if state is not None:
-        runs[0].status = runs[0].status | {"state": state, "objective": objective}
+        now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        runs[0].status = runs[0].status | {"state": state, "objective": objective, "time": now}
         if error is not None:
             runs[0].status["message"] = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error)
     write_atomic(out, build_page(runs).encode("utf-8", errors="replace"))

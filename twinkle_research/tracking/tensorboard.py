@@ -56,11 +56,18 @@ class TensorBoardTracker:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         again = self.folder.exists()
+        if again:
+            self._wait_for_a_later_name()
         writer = EventFileWriter(str(self.folder), max_queue_size=QUEUE_SIZE, flush_secs=FLUSH_SECONDS)
         if again:  # also after a kill before the first checkpoint, when all is written anew
             first = self.resume_step + 1 if self.resume_step else 0
             writer.add_event(Event(wall_time=time.time(), step=first, session_log=SessionLog(status=SessionLog.START)))
         return writer
+
+    def _wait_for_a_later_name(self) -> None:
+        """TensorBoard reads files in the order of their names, which begin with the second they were made in."""
+        stamps = [int(path.name.split(".")[3]) for path in self.folder.glob("events.out.tfevents.*")]
+        time.sleep(min(1.0, max(0.0, max(stamps, default=0) + 1 - time.time())))
 
 
 def indented(text: str) -> str:

@@ -8,14 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from twinkle_research.checkpoint.format import CheckpointReader
 from twinkle_research.checkpoint.manager import CheckpointManager, newest_checkpoint
 from twinkle_research.dataloader import DataLoader
 from twinkle_research.dataset.build import build_datasets
 from twinkle_research.dataset.config import OnChange
-from twinkle_research.dataset.preview import preview
 from twinkle_research.errors import CheckpointError, Stopped
 from twinkle_research.loss import build_loss
 from twinkle_research.model.prepare import resolve_model_folder
@@ -23,6 +20,7 @@ from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.template import build_template
 from twinkle_research.tracking.build import build_tracker
 from twinkle_research.trainer.evaluation import Evaluation
+from twinkle_research.trainer.preview import print_preview
 from twinkle_research.trainer.sft import SftTrainer, total_steps
 from twinkle_research.trainer.timing import StepClock
 
@@ -42,7 +40,7 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     template = build_template(cfg.data, model_folder)
     train_rows, eval_rows = build_datasets(cfg.data, template, cfg.seed)
     if cfg.data.preview and runtime.is_main:
-        Console().print(preview(train_rows, template, cfg.data.preview))
+        print_preview(train_rows, template, cfg.data.preview)
     model = TransformersModel.from_config(cfg, model_folder, runtime)
     evaluation = Evaluation(model, template, runtime, eval_rows, cfg.data.sample_prompts, cfg.trainer.sample_max_tokens)
     checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)
@@ -60,6 +58,7 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     model.set_lr_scheduler(cfg.scheduler, total_steps=steps)
 
     state = own_state(start, folder)
+    reached = folder.last_step()  # by an earlier attempt; the tracker cuts it back to the checkpoint
     tracker = build_tracker(
         cfg,
         folder,
@@ -76,8 +75,27 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
         )
         if start is not None:
             trainer.restore(CheckpointReader(start), start, restart_data=cfg.data.on_change is OnChange["restart"])
-            tracker.message(f"continuing from {start} at step {trainer.step} of {steps}")
+        for text in remarks(cfg, start, state, steps, reached):
+            tracker.message(text)
         return trainer.fit()
+
+
+def remarks(cfg: TrainConfig, start: Path | None, state: dict[str, Any], steps: int, reached: int) -> Iterator[str]:
+    """What a person should know about how this run continues. ``state``: of this run's own checkpoint, {} if it has none;
+    ``reached``: the step that an earlier attempt in this folder came to."""
+    if start is None and reached:
+        yield f"an earlier attempt reached step {reached} without a checkpoint: this one starts from the beginning"
+    if start is not None:
+        step = CheckpointReader(start).step
+        yield f"continuing from {start} at step {step} of {steps}"
+    if state and cfg.resume not in ("auto", "never"):
+        yield f"resume={cfg.resume} is not used: this run has a checkpoint of its own, and continues from that"
+    decays = cfg.scheduler.name != "constant" and cfg.scheduler.total_steps is None
+    if state and decays and state["total_steps"] != steps:
+        yield (
+            f"the run now ends at step {steps} instead of {state['total_steps']}, and the decay of the learning rate with it: "
+            f"lr jumps here. To keep the old decay set scheduler.total_steps={state['total_steps']} from the start."
+        )
 
 
 def find_start(cfg: TrainConfig, checkpoints: CheckpointManager, runtime: Runtime) -> Path | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from twinkle_research.errors import ConfigError
+from twinkle_research.model.facts import weight_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -33,6 +35,8 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+    if os.path.isdir(model_id):
+        weight_files(Path(model_id))  # transformers follows an index wherever it points
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         config = AutoConfig.from_pretrained(model_id, **options)

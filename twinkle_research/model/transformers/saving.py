@@ -73,7 +73,7 @@ class SavingMixin:
         return SaveResponse(str(writer.target), str(writer.target))
 
     def load(self, name: str, output_dir: str = "output", load_optimizer: bool = False, adapter_name: str | None = None) -> None:
-        """Loads what ``save(name, output_dir)`` wrote."""
+        """Loads what ``save(name, output_dir)`` wrote. For a path, such as ``twinkle_path``: ``resume_from_checkpoint``."""
         self.resume_from_checkpoint(Path(output_dir) / safe_name(name), not load_optimizer, adapter_name)
 
     def resume_from_checkpoint(
