@@ -113,6 +113,11 @@ def test_a_bad_row_is_named_or_skipped(tmp_path, own_rows, capfd):
     assert train_in_child(tmp_path / "b", *run, "data.on_error=skip") == 0
 
 
+def test_a_batch_larger_than_the_data_is_remarked(tmp_path, own_rows, capfd):
+    assert train_in_child(tmp_path / "run", "data=jsonl", f"data.path={own_rows}", "trainer.batch_size=64", *BASE) == 0
+    assert "trainer.batch_size=64 is more than the 6 rows" in capfd.readouterr().out
+
+
 def test_preview_marks_the_trained_tokens(tmp_path, own_rows, capfd):
     assert train_in_child(tmp_path / "run", "data=jsonl", f"data.path={own_rows}", "data.preview=2", *BASE) == 0
     shown = capfd.readouterr().out

@@ -75,14 +75,16 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
         )
         if start is not None:
             trainer.restore(CheckpointReader(start), start, restart_data=cfg.data.on_change is OnChange["restart"])
-        for text in remarks(cfg, start, state, steps, reached):
+        for text in remarks(cfg, start, state, steps, reached, len(train_rows)):
             tracker.message(text)
         return trainer.fit()
 
 
-def remarks(cfg: TrainConfig, start: Path | None, state: dict[str, Any], steps: int, reached: int) -> Iterator[str]:
-    """What a person should know about how this run continues. ``state``: of this run's own checkpoint, {} if it has none;
-    ``reached``: the step that an earlier attempt in this folder came to."""
+def remarks(cfg: TrainConfig, start: Path | None, state: dict[str, Any], steps: int, reached: int, rows: int) -> Iterator[str]:
+    """What a person may not expect. ``state``: of this run's own checkpoint, {} if it has none; ``reached``: the step that
+    an earlier attempt in this folder came to; ``rows``: encoded training rows."""
+    if cfg.trainer.batch_size > rows:
+        yield f"trainer.batch_size={cfg.trainer.batch_size} is more than the {rows} rows: each step has all of them"
     if start is None and reached:
         yield f"an earlier attempt reached step {reached} without a checkpoint: this one starts from the beginning"
     if start is not None:
