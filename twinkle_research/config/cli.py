@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import os
 import re
-import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -30,6 +29,7 @@ from twinkle_research.config.keys import all_keys, hint
 from twinkle_research.config.schema import GROUPS, config_dir, register
 from twinkle_research.distributed.env import WorldInfo, detect
 from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError, nearest
+from twinkle_research.trainer.config import TrainConfig
 
 
 class JobFailed(UserError):
@@ -57,8 +57,8 @@ def _main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         from twinkle_research.config.helptext import help_text
 
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python train.py --help | head
-        print(help_text([word for word in argv if not word.startswith("-") and "=" not in word]))
+        with _reader_may_leave():
+            print(help_text([word for word in argv if not word.startswith("-") and "=" not in word]))
         return 0
     argv, args = _arguments(argv)
     if args.version:
@@ -150,20 +150,36 @@ def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) 
     if not (config.dry_run or world.joins or config.run_dir):
         config.run_dir = str(new_run_dir(config.loss.name, config.model.name))
     if config.dry_run:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # python train.py dry_run=true | head
+        if world.rank == 0:
+            with _reader_may_leave():
+                print_plan(plan, config)
+                _finish_dry_run(config)
+        return 0
     if world.rank == 0:
         print_plan(plan, config)
-    if config.dry_run:
-        if world.rank == 0:
-            if config.data.preview:
-                from twinkle_research.trainer.preview import preview_only
-
-                preview_only(config)
-            print("dry run: nothing was started or written")
-        return 0
     if sweep_job is not None and config.tracking.wandb.group is None:
         config.tracking.wandb.group = sweep_job.parent.name
     return start(config, plan, in_process=sweep_job is None)
+
+
+def _finish_dry_run(config: TrainConfig) -> None:
+    if config.data.preview:
+        from twinkle_research.trainer.preview import preview_only
+
+        preview_only(config)
+    print("dry run: nothing was started or written")
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """``python train.py --help | head``: what nobody reads is not an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # rich turns the one into the other
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 # --- sweeps and Hydra's other commands ------------------------------------------------------------------------------
