@@ -35,7 +35,7 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    if os.path.isdir(model_id):
+    if (Path(model_id) / "model.safetensors.index.json").is_file():
         weight_files(Path(model_id))  # transformers follows an index wherever it points
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
