@@ -1,6 +1,7 @@
-"""A misspelt setting is refused with the right name, wherever it stands: for every leaf of every shipped option."""
+"""S27: A misspelt setting is refused with the right name, wherever it stands: for every leaf of every shipped option."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,17 @@ def test_an_option_without_schema_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'base_adam'"):
         compose([path, "optimizer=other"])
     assert compose([path, "optimizer=adamw_mine"]).optimizer.lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optimzer.lr=1e-4", "did you mean 'optimizer.lr'"),
+        ("backend.gradient_checkpoint=true", "did you mean 'backend.gradient_checkpointing'"),
+        ("loss.clip_ratio_c=3", "unknown key 'loss.clip_ratio_c'"),
+        ("+loss.foo=1", "unknown key 'loss.foo'"),
+    ],
+)
+def test_the_reported_settings_are_refused_s27(word, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        compose([word])
