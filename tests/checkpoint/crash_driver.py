@@ -30,6 +30,8 @@ from twinkle_research.trainer.rundir import RunFolder
 class Weights:
     """What a save needs of a model: two streams of tensors that tell which save wrote them."""
 
+    layout = {"world_size": 1, "sharding": "none"}
+
     def __init__(self, value: float) -> None:
         self.tensors = {f"layer.{i}.weight": torch.full((8,), value + i) for i in range(2)}
 

@@ -20,6 +20,8 @@ from twinkle_research.trainer.rundir import RunFolder
 class Weights:
     """What a save needs of a model."""
 
+    layout = {"world_size": 1, "sharding": "none"}
+
     def __init__(self, value=0.0, optimizer=True):
         self.tensors = {f"layer.{i}.weight": torch.full((8,), value + i) for i in range(3)}
         self.optimizer = optimizer

@@ -95,7 +95,7 @@ def test_sharded_folder_has_an_index(tmp_path):
     assert index["weight_map"] == {f"t{i}": f"model-{i + 1:05d}-of-00003.safetensors" for i in range(3)}
     folder = TensorFolder(tmp_path / "out")
     assert [folder[f"t{i}"].tolist() for i in range(3)] == [[float(i)] * 4 for i in range(3)]
-    assert folder.slice("t2")[1:3].tolist() == [2.0, 2.0]
+    assert folder.part("t2", slice(1, 3)).tolist() == [2.0, 2.0]
     assert len(folder.files) == 3
     with pytest.raises(CheckpointError, match="'t9' is not in this checkpoint"):
         folder["t9"]

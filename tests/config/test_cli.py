@@ -235,7 +235,7 @@ def test_help_on_a_group_and_on_a_key(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_values_that_complete() -> None:
-    assert values_of("backend.sharding") == ["auto", "none", "ddp"]
+    assert values_of("backend.sharding") == ["auto", "none", "ddp", "fsdp2"]
     assert values_of("dry_run") == ["true", "false"]
     assert values_of("optimizer.lr") == values_of("no.such.key") == []
 

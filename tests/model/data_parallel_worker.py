@@ -1,4 +1,4 @@
-"""One rank of the data-parallel tests; the test itself runs the same scenarios in one process.
+"""One rank of the tests of two processes, ddp and fsdp2; the test itself runs the same scenarios in one process.
 
 usage: data_parallel_worker.py RANK PORT MODEL_FOLDER OUT_FOLDER
 """
@@ -16,6 +16,7 @@ from twinkle_research.model.base import NonFiniteLoss
 from twinkle_research.model.config import LoraAdapterConfig
 from twinkle_research.model.transformers import TransformersModel
 
+SHARDINGS = ("ddp", "fsdp2")
 MASKED = [row | {"labels": [-100] * row["length"]} for row in make_rows(4, seed=9)]
 # name -> (options of the model, the global batches of the steps)
 SCENARIOS = {
@@ -25,6 +26,13 @@ SCENARIOS = {
         [make_rows(6, seed=s) for s in range(4)],
     ),
     "bfloat16": ({"dtype": "bfloat16"}, [make_rows(6, seed=s) for s in range(2)]),
+    "bfloat16_lora": ({"dtype": "bfloat16", "lora": True}, [make_rows(6, seed=s) for s in range(2)]),
+    "checkpointing": ({"checkpointing": True}, [make_rows(6, seed=s) for s in range(2)]),
+    "checkpointing_lora": ({"checkpointing": True, "lora": True}, [make_rows(6, seed=s) for s in range(2)]),
+    "masked_rank_lora": (
+        {"lora": True, "micro": 1},
+        [[make_rows(2)[0], MASKED[0], make_rows(2)[1], MASKED[1]] for _ in range(2)],
+    ),
     # Rank 0 has the rows with even numbers.
     "masked_rank": ({}, [[make_rows(2)[0], MASKED[0], make_rows(2)[1], MASKED[1]] for _ in range(2)]),
     "uneven_micro_batches": ({"micro": 1}, [make_rows(3), make_rows(5)]),
@@ -33,8 +41,13 @@ SCENARIOS = {
 }
 
 
-def build(folder, runtime, lora=False, by_hand=False, normalization="token", dtype="float32", micro=2, accumulation=2):
-    model = TransformersModel(folder, dtype=dtype, seed=4, runtime=runtime)
+def build(
+    folder, runtime, sharding="auto", lora=False, by_hand=False, normalization="token", dtype="float32", micro=2,
+    accumulation=2, checkpointing=False,
+):  # fmt: skip
+    model = TransformersModel(
+        folder, dtype=dtype, seed=4, runtime=runtime, sharding=sharding, gradient_checkpointing=checkpointing
+    )
     window = accumulation if by_hand else 1
     if lora:
         model.add_adapter_to_model("default", LoraAdapterConfig(r=4, dropout=0.25), gradient_accumulation_steps=window)
@@ -63,36 +76,36 @@ def train(model, batches, by_hand=False):
     return metrics
 
 
-def run(folder, runtime):
+def run(folder, runtime, sharding="auto"):
     """name -> (weights, metrics)"""
     results = {}
     for name, (options, batches) in SCENARIOS.items():
-        model = build(folder, runtime, **options)
+        model = build(folder, runtime, sharding, **options)
         metrics = train(model, batches, options.get("by_hand", False))
-        results[name] = ({n: p.detach().clone().contiguous() for n, p in model.training_state().parameters.items()}, metrics)
+        results[name] = (model.get_state_dict(), metrics)
     return results
 
 
-def open_window(folder, runtime, out):
+def open_window(folder, runtime, sharding, out):
     """Two of three calls of a window, saved."""
-    model = build(folder, runtime, by_hand=True, accumulation=3)
+    model = build(folder, runtime, sharding, by_hand=True, accumulation=3)
     for rows in SCENARIOS["full"][1][:2]:
         model.forward_backward(share(model, rows))
         model.clip_grad_and_step()
-    model.save("window", str(out), save_optimizer=True)
+    model.save(f"window-{sharding}", str(out), save_optimizer=True)
     return model
 
 
 def finish(model):
     model.forward_backward(share(model, SCENARIOS["full"][1][2]))
     model.clip_grad_and_step()
-    return {n: p.detach().clone().contiguous() for n, p in model.training_state().parameters.items()}
+    return model.get_state_dict()
 
 
-def non_finite(folder, runtime):
+def non_finite(folder, runtime, sharding):
     """Row 1 of the batch (rank 1's) is bad; every rank hears of it and none has moved."""
-    model = build(folder, runtime)
-    start = {n: p.detach().clone() for n, p in model.training_state().parameters.items()}
+    model = build(folder, runtime, sharding)
+    start = model.get_state_dict()
     rows = make_rows(4)
     rows[1]["input_ids"][0] = 96
     hook = lambda module, args, out: out.masked_fill((args[0] == 96)[..., None], float("nan"))  # noqa: E731
@@ -100,7 +113,7 @@ def non_finite(folder, runtime):
     try:
         train(model, [rows])
     except NonFiniteLoss as error:
-        unchanged = all(torch.equal(p, start[n]) for n, p in model.training_state().parameters.items())
+        unchanged = all(torch.equal(p, start[n]) for n, p in model.get_state_dict().items())
         return {"rows": error.rows, "unchanged": unchanged}
     return {}
 
@@ -114,11 +127,12 @@ def main() -> None:
     torch.set_num_threads(1)
     launch = LaunchConfig(timeout_minutes=1.0)
     runtime = Runtime.start(launch, Device.cpu, WorldInfo("torchrun", rank, rank, 2, 2, "127.0.0.1", port))
-    for name, (weights, metrics) in run(folder, runtime).items():
-        save_file(weights, out / f"{name}-{rank}.safetensors")
-        (out / f"{name}-{rank}.json").write_text(json.dumps(metrics))
-    save_file(finish(open_window(folder, runtime, out)), out / f"window-{rank}.safetensors")
-    (out / f"non_finite-{rank}.json").write_text(json.dumps(non_finite(folder, runtime)))
+    for sharding in SHARDINGS:
+        for name, (weights, metrics) in run(folder, runtime, sharding).items():
+            save_file(weights, out / f"{sharding}-{name}-{rank}.safetensors")
+            (out / f"{sharding}-{name}-{rank}.json").write_text(json.dumps(metrics))
+        save_file(finish(open_window(folder, runtime, sharding, out)), out / f"{sharding}-window-{rank}.safetensors")
+        (out / f"{sharding}-non_finite-{rank}.json").write_text(json.dumps(non_finite(folder, runtime, sharding)))
     runtime.barrier()
     runtime.close()
 

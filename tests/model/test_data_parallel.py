@@ -47,29 +47,32 @@ def one_process(tiny_llama):
     return worker.run(str(tiny_llama), Runtime())
 
 
+@pytest.mark.parametrize("sharding", worker.SHARDINGS)
 @pytest.mark.parametrize("name", worker.SCENARIOS)
-def test_two_processes_train_like_one(two_processes, one_process, name):
-    ranks = [load_file(two_processes / f"{name}-{rank}.safetensors") for rank in range(2)]
+def test_two_processes_train_like_one(two_processes, one_process, name, sharding):
+    ranks = [load_file(two_processes / f"{sharding}-{name}-{rank}.safetensors") for rank in range(2)]
     assert all((ranks[0][key] == ranks[1][key]).all() for key in ranks[0])
     weights, metrics = one_process[name]
-    assert relative_distance(weights, ranks[0]) <= (4e-3 if name == "bfloat16" else 1e-6)
-    seen = [json.loads((two_processes / f"{name}-{rank}.json").read_text()) for rank in range(2)]
+    assert relative_distance(weights, ranks[0]) <= (4e-3 if name.startswith("bfloat16") else 1e-6)
+    seen = [json.loads((two_processes / f"{sharding}-{name}-{rank}.json").read_text()) for rank in range(2)]
     assert seen[0] == seen[1]
     for one, two in zip(metrics, seen[0], strict=True):
-        assert two == pytest.approx(one, rel=2e-2 if name == "bfloat16" else 1e-5)
+        assert two == pytest.approx(one, rel=2e-2 if name.startswith("bfloat16") else 1e-5)
 
 
-def test_a_window_saved_by_two_ranks_goes_on_in_one(two_processes, tiny_llama):
+@pytest.mark.parametrize("sharding", worker.SHARDINGS)
+def test_a_window_saved_by_two_ranks_goes_on_in_one(two_processes, tiny_llama, sharding):
     model = worker.build(str(tiny_llama), Runtime(), by_hand=True, accumulation=3)
-    model.resume_from_checkpoint(two_processes / "window")
+    model.resume_from_checkpoint(two_processes / f"window-{sharding}")
     alone = worker.finish(model)
     for rank in range(2):
-        assert relative_distance(alone, load_file(two_processes / f"window-{rank}.safetensors")) <= 1e-6
+        assert relative_distance(alone, load_file(two_processes / f"{sharding}-window-{rank}.safetensors")) <= 1e-6
 
 
-def test_one_ranks_bad_row_stops_all_of_them(two_processes):
+@pytest.mark.parametrize("sharding", worker.SHARDINGS)
+def test_one_ranks_bad_row_stops_all_of_them(two_processes, sharding):
     for rank in range(2):
-        found = json.loads((two_processes / f"non_finite-{rank}.json").read_text())
+        found = json.loads((two_processes / f"{sharding}-non_finite-{rank}.json").read_text())
         assert found == {"rows": ["rows.jsonl:2"], "unchanged": True}
 
 

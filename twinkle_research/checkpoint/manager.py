@@ -70,7 +70,7 @@ class CheckpointManager:
                 step_name(step),
                 step=step,
                 backend=self.backend,
-                layout={"world_size": self.runtime.world_size},
+                layout=model.layout,
                 config_hash=self.config_hash,
                 metric=metric if metric is not None and math.isfinite(metric) else None,
                 is_writer=self.runtime.is_main,

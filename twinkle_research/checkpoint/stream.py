@@ -203,7 +203,7 @@ class TensorFolder(Mapping):
     """The tensors of a folder with ``<stem>.safetensors`` or ``<stem>.safetensors.index.json`` and its shards.
 
     ``folder[name]`` reads that one tensor (memory-mapped: copy it before the file goes away or to write to it),
-    ``folder.spec(name)`` says what it is without reading it, ``folder.slice(name)[a:b]`` reads a part.
+    ``folder.spec(name)`` says what it is without reading it, ``folder.part(name, rows)`` reads some of its rows.
     Pickle files are never opened. Links are followed only with ``follow_links`` (the Hugging Face cache consists of links).
     """
 
@@ -277,9 +277,9 @@ class TensorFolder(Mapping):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._handle(name).get_tensor(name)
 
-    def slice(self, name: str) -> Any:
-        """A lazy view: indexing it reads only the part that is asked for."""
-        return self._handle(name).get_slice(name)
+    def part(self, name: str, rows: slice) -> torch.Tensor:
+        """Some rows of a tensor; the others are not read."""
+        return self[name] if rows == slice(None) else self._handle(name).get_slice(name)[rows]
 
     def _handle(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open

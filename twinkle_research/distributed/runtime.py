@@ -106,9 +106,11 @@ class Runtime:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        if self.world_size == 1:
-            return flag
-        return bool(self._reduce(torch.tensor([int(flag)]), dist.ReduceOp.MAX).item())
+        return bool(self.max(int(flag)))
+
+    def max(self, value: int) -> int:
+        """The largest value of all ranks."""
+        return value if self.world_size == 1 else int(self._reduce(torch.tensor([value]), dist.ReduceOp.MAX).item())
 
     def stop_requested(self) -> bool:
         """Whether any rank was asked to stop (signals.py): the same answer on all ranks, once a step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,20 @@ class TwinkleModel(ABC):
     @abstractmethod
     def data_parallel(self) -> tuple[int, int]:
         """(rank, size): which share of a global batch this process works on."""
+
+    @property
+    @abstractmethod
+    def is_sharded(self) -> bool:
+        """Whether no process has the whole model: then every pass, and generation, is collective."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> dict[str, Any]:
+        """JSON-able facts on how the model lies on the processes, for the manifest of checkpoints."""
+
+    @abstractmethod
+    def sampling(self) -> AbstractContextManager[Any]:
+        """The module to generate with, for as long as the context is open."""
 
     @abstractmethod
     def count(self, features: Sequence[InputFeature], adapter_name: str | None = None) -> int:

@@ -58,7 +58,8 @@ class ModelConfig:
 class Sharding(Enum):
     auto = "auto"  # none for one process, ddp for several
     none = "none"
-    ddp = "ddp"
+    ddp = "ddp"  # each process has the whole model
+    fsdp2 = "fsdp2"  # each process keeps a part of every weight, gradient and optimizer state
 
 
 class Device(Enum):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from twinkle_research.model.layout import WHOLE, Layout
+
 if TYPE_CHECKING:
     from twinkle_research.distributed.runtime import Runtime
 
@@ -19,10 +21,12 @@ class Gradients:
 
     Float32 (and float64) parameters accumulate in ``.grad`` as usual. Those of lower precision get a float32 buffer:
     each backward's gradient is added to it and freed, so that many micro-batches do not round many times.
+    A parameter that ``layout`` shards is this rank's part; its backward passes give sums over all ranks already.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], layout: Layout = WHOLE) -> None:
         self.parameters = dict(parameters)
+        self._sharded = {name for name in self.parameters if layout.is_sharded(name)}
         self._buffers: dict[str, Tensor] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._adder(name))
@@ -57,15 +61,19 @@ class Gradients:
         """Sums over ranks, in flat buckets. Collective."""
         if runtime.world_size == 1:
             return
-        for bucket in _buckets(list(self.tensors().values())):
+        for bucket in _buckets([g for name, g in self.tensors().items() if name not in self._sharded]):
             flat = runtime.all_reduce_sum(torch.cat([g.reshape(-1) for g in bucket]))
             parts = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
 
-    def norm(self, norm_type: float = 2) -> Tensor:
-        """Global norm over all parameters, a 0-d tensor."""
-        gradients = list(self.tensors().values())
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+    def norm(self, runtime: Runtime, norm_type: float = 2) -> float:
+        """Global norm over all parameters. Collective."""
+        gradients = self.tensors()
+        norm = _norm([g for name, g in gradients.items() if name not in self._sharded], norm_type)
+        if not self._sharded:
+            return norm
+        parts = runtime.gather_objects(_norm([gradients[name] for name in sorted(self._sharded)], norm_type))
+        return float(torch.linalg.vector_norm(torch.tensor([norm, *parts], dtype=torch.float64), norm_type))
 
     def scale_(self, factor: float) -> None:
         if factor != 1.0:
@@ -76,6 +84,13 @@ class Gradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def clear_whole(self) -> None:
+        """Clears those that every rank has whole."""
+        for name, parameter in self.parameters.items():
+            if name not in self._sharded:
+                self._buffers.pop(name, None)
+                parameter.grad = None
+
     def close(self) -> None:
         """Forgets the parameters; their gradients no longer come here."""
         self.clear()
@@ -85,6 +100,11 @@ class Gradients:
 
 def is_low_precision(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _norm(tensors: list[Tensor], norm_type: float) -> float:
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled, norm_type)), norm_type)) if filled else 0.0
 
 
 def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from twinkle_research.errors import CheckpointError, ConfigError, nearest
 from twinkle_research.model.gradients import is_low_precision
+from twinkle_research.model.layout import WHOLE, Layout
 
 # torch's name of a state tensor -> its name in a checkpoint
 SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
@@ -81,14 +82,27 @@ class Optimizer:
     A bfloat16 or float16 parameter has a float32 master, which takes the updates; the parameter is its rounded copy.
     Weight decay applies to tensors of two or more dimensions only, so not to norms and biases.
     ``hidden_matrices``: names of the parameters that Muon orthogonalises; it uses AdamW for the others.
+    ``layout``: parameters are this rank's parts where it shards; a part that is computed in lower precision is its own
+    master.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], spec: OptimizerSpec, hidden_matrices: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        spec: OptimizerSpec,
+        hidden_matrices: Iterable[str] = (),
+        layout: Layout = WHOLE,
+    ) -> None:
         self.spec = spec
         self.parameters = dict(parameters)
         self.masters: dict[str, nn.Parameter] = {
             name: nn.Parameter(p.detach().float()) if is_low_precision(p) else p for name, p in self.parameters.items()
         }
+        self._with_master = {
+            name for name, p in self.parameters.items() if self.masters[name] is not p or layout.dtype(name, p) != p.dtype
+        }
+        if spec.kind == "muon" and any(layout.is_sharded(name) for name in self.parameters):
+            raise ConfigError("optimizer=muon needs whole matrices, but backend.sharding=fsdp2 cuts them; use ddp, or adamw")
         self.steps_done = 0
         self._parts = self._build(frozenset(hidden_matrices))
         self._part_of = {id(p): part for part in self._parts for group in part.param_groups for p in group["params"]}
@@ -143,7 +157,7 @@ class Optimizer:
     def slots(self, name: str) -> list[str]:
         """Names of the checkpoint tensors that belong to parameter ``name`` now."""
         master = self.masters[name]
-        slots = ["master"] if master is not self.parameters[name] else []
+        slots = ["master"] if name in self._with_master else []
         state = self._part_of[id(master)].state.get(master, {})
         return slots + [SLOTS[key] for key in SLOTS if isinstance(state.get(key), Tensor)]
 
@@ -163,35 +177,42 @@ class Optimizer:
         """The slots that a state saved after at least one step has for ``name`` under this optimizer."""
         master = self.masters[name]
         part = self._part_of[id(master)]
-        slots = ["master"] if master is not self.parameters[name] else []
+        slots = ["master"] if name in self._with_master else []
         if isinstance(part, (torch.optim.AdamW, torch.optim.Adam)):
             return [*slots, "exp_avg", "exp_avg_sq"]
         return [*slots, "momentum"] if part.param_groups[0].get("momentum") else slots
 
-    def load(self, name: str, slots: Mapping[str, Tensor], steps_done: int) -> None:
-        """Puts one parameter's state back. Raises CheckpointError where a slot is missing, unknown or misshapen."""
-        expected = self.expected_slots(name) if steps_done else [s for s in self.expected_slots(name) if s == "master"]
-        if set(slots) != set(expected):
-            raise CheckpointError(
-                f"the optimizer state of {name} has {sorted(slots) or 'nothing'}, but {self.spec.kind} needs {sorted(expected)}: "
-                "it was written by another optimizer. Start from its weights only, or use the optimizer that wrote it."
-            )
-        master = self.masters[name]
-        for slot, tensor in slots.items():
-            if tensor.shape != master.shape:
-                raise CheckpointError(f"{name}.{slot} has shape {tuple(tensor.shape)}, the parameter {tuple(master.shape)}")
-        if "master" in slots:
-            with torch.no_grad():
-                master.copy_(slots["master"])
-                self.parameters[name].copy_(master)
-        part = self._part_of[id(master)]
-        state = {_torch_key(slot): tensor.to(master, copy=True) for slot, tensor in slots.items() if slot != "master"}
-        if state and "exp_avg" in state:
-            # torch keeps the count of a fused optimizer beside the parameter
-            state["step"] = torch.tensor(float(steps_done), dtype=torch.float32, device=master.device)
-        if state:
-            part.state[master] = state
+    def start_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
+        """Before ``load``: the slots of each parameter that are to come. Raises CheckpointError where one is missing or
+        unknown, with nothing changed."""
+        for name in self.parameters:
+            expected = self.expected_slots(name) if steps_done else [s for s in self.expected_slots(name) if s == "master"]
+            if set(slots[name]) != set(expected):
+                raise CheckpointError(
+                    f"the optimizer state of {name} has {sorted(slots[name]) or 'nothing'}, but {self.spec.kind} needs "
+                    f"{sorted(expected)}: it was written by another optimizer. Start from its weights only, or use the "
+                    "optimizer that wrote it."
+                )
+        for part in self._parts:
+            part.state.clear()
         self.steps_done = steps_done
+
+    @torch.no_grad()
+    def load(self, name: str, slot: str, tensor: Tensor) -> None:
+        """Puts one tensor of the state back, copying it. Raises CheckpointError where its shape is wrong."""
+        master = self.masters[name]
+        if tensor.shape != master.shape:
+            raise CheckpointError(f"{name}.{slot} has shape {tuple(tensor.shape)}, the parameter {tuple(master.shape)}")
+        if slot == "master":
+            master.copy_(tensor)
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
+            return
+        state = self._part_of[id(master)].state[master]
+        state[_torch_key(slot)] = tensor.to(master, copy=True)
+        if slot == "exp_avg":
+            # torch keeps the count of a fused optimizer beside the parameter
+            state["step"] = torch.tensor(float(self.steps_done), dtype=torch.float32, device=master.device)
 
 
 def _torch_key(slot: str) -> str:

@@ -16,6 +16,7 @@ from twinkle_research.errors import CheckpointError, ConfigError, UserError
 from twinkle_research.metric import LossMetric, Meter, StepRecord, TrainMetric
 from twinkle_research.model.base import NonFiniteLoss
 from twinkle_research.model.gradients import Gradients
+from twinkle_research.model.layout import WHOLE, Layout
 from twinkle_research.model.optimizer import Optimizer, OptimizerSpec
 from twinkle_research.model.schedule import Schedule, build_schedule
 
@@ -38,7 +39,8 @@ class Window:
 
 
 class TrainingState:
-    """``parameters``: name -> what is trained. ``hidden_matrices``: those of them that Muon may orthogonalise."""
+    """``parameters``: name -> what is trained, this rank's part of it where ``layout`` shards. ``hidden_matrices``: those of
+    them that Muon may orthogonalise."""
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class TrainingState:
         runtime: Runtime,
         hidden_matrices: Collection[str] = (),
         gradient_accumulation_steps: int = 1,
+        layout: Layout = WHOLE,
     ) -> None:
         if type(gradient_accumulation_steps) is not int or gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be a whole number >= 1, got {gradient_accumulation_steps!r}")
@@ -53,7 +56,8 @@ class TrainingState:
         self.runtime = runtime
         self.hidden_matrices = hidden_matrices
         self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.gradients = Gradients(self.parameters)
+        self.layout = layout
+        self.gradients = Gradients(self.parameters, layout)
         self.optimizer: Optimizer | None = None
         self.schedule: Schedule = build_schedule("constant")
         self.schedule_position = 0
@@ -67,7 +71,7 @@ class TrainingState:
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         if spec.kind == "sgd" and spec.options["nesterov"] and not spec.options["momentum"]:
             raise ConfigError("optimizer.nesterov=true has no effect without optimizer.momentum > 0")
-        self.optimizer = Optimizer(self.parameters, spec, self.hidden_matrices)
+        self.optimizer = Optimizer(self.parameters, spec, self.hidden_matrices, self.layout)
 
     def set_schedule(self, schedule: Any, total_steps: int | None = None, **options: Any) -> None:
         base_lr = self.optimizer.spec.lr if self.optimizer else 1.0
@@ -112,7 +116,7 @@ class TrainingState:
         # A rank without rows has not heard whether the others passed a normaliser: its count is then 0 either way.
         count = self.runtime.all_reduce_sum(float(window.count))
         divisor = max(count, 1.0)
-        window.norm = float(self.gradients.norm(norm_type)) / divisor
+        window.norm = self.gradients.norm(self.runtime, norm_type) / divisor
         self._check_finite(window)
         self.gradients.scale_(1.0 / divisor)
         window.reduced = True
@@ -152,6 +156,7 @@ class TrainingState:
     def _apply(self) -> None:
         self._reduce(2)
         record = StepRecord(self.window.norm, self.lr)
+        self.layout.release()
         self._optimizer().step(self.gradients.tensors(), self.schedule.multiplier(self.schedule_position))
         for meter in self.meters.values():
             meter.on_step(record)
@@ -194,7 +199,10 @@ class TrainingState:
     # --- state --------------------------------------------------------------------------------------------------
 
     def consolidate_window(self) -> None:
-        """Puts the gradients and counts of an open window on rank 0 alone, so that it can be saved. Collective."""
+        """Puts the gradients and counts of an open window on rank 0 alone, so that it can be saved. Collective.
+
+        Sharded gradients are sums over ranks already: they stay where they are.
+        """
         self.window.has_gradients = self.runtime.any(self.window.has_gradients)
         if self.runtime.world_size == 1 or not self.window.has_gradients:
             return
@@ -203,7 +211,7 @@ class TrainingState:
         if self.runtime.is_main:
             self.window.count = count
         else:
-            self.gradients.clear()
+            self.gradients.clear_whole()
             self.window.count = 0.0
 
     def state(self) -> dict[str, Any]:

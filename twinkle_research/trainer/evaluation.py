@@ -48,7 +48,8 @@ class Evaluation:
         rank, size = self.model.data_parallel
         rows = range(rank, len(self.dataset), size)
         nll, tokens = 0.0, 0
-        for start in range(0, len(rows), ROWS_PER_CALL):
+        # As many calls on every rank: they are collective where the model is sharded.
+        for start in range(0, -(-len(self.dataset) // size), ROWS_PER_CALL):
             features = [self.dataset[i] for i in rows[start : start + ROWS_PER_CALL]]
             logps = self.model.forward_only(features).result["logps"]
             for feature, row in zip(features, logps, strict=True):
@@ -60,12 +61,14 @@ class Evaluation:
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 
     def answers(self) -> list[dict[str, Any]]:
-        """Greedy answers to the prompts, as rows for samples.jsonl. Only rank 0 generates; the others get []."""
-        if not self.prompts or not self.runtime.is_main:
+        """Greedy answers to the prompts, as rows for samples.jsonl. Where the model is whole only rank 0 generates, and the
+        others get []; where it is sharded all generate the same. Collective."""
+        if not self.prompts or not (self.runtime.is_main or self.model.is_sharded):
             return []
-        sampler = TransformersSampler(self.model.module, self.template)
         trajectories = [{"prompt": prompt} for prompt in self.prompts]
-        responses = sampler.sample(trajectories, SamplingParams(temperature=0.0, max_tokens=self.max_tokens))
+        with self.model.sampling() as module:
+            sampler = TransformersSampler(module, self.template)
+            responses = sampler.sample(trajectories, SamplingParams(temperature=0.0, max_tokens=self.max_tokens))
         return [
             {"prompt": prompt, "completion": response.sequences[0].decoded, "stop_reason": response.sequences[0].stop_reason}
             for prompt, response in zip(self.prompts, responses, strict=True)

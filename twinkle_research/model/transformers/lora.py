@@ -227,12 +227,19 @@ def merged_weights(peft_model: PeftModel, adapter: str) -> Iterator[tuple[str, T
         if ".lora_" in name or ".original_module." in name:
             continue
         clean = re.sub(rf"\.modules_to_save\.{re.escape(adapter)}\.", ".", name).replace(".base_layer.", ".")
-        yield clean, _merge(layers[name], adapter) if name in layers else parameter.detach()
+        yield clean, _merge(layers[name], adapter) if name in layers else whole(parameter.detach())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A weight of a sharded model, put together; any other as it is. Collective."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def _merge(layer: Any, adapter: str) -> Tensor:
-    base = layer.get_base_layer().weight
+    base = whole(layer.get_base_layer().weight)
     weight = base.to(torch.promote_types(base.dtype, torch.float32))
     merged = weight + layer.get_delta_weight(adapter).to(weight.dtype)
     if layer.use_dora[adapter]:

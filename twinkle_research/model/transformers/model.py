@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twinkle_research.data_format import InputFeature
+from twinkle_research.data_format import IGNORE_INDEX, InputFeature
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import ConfigError, UserError
 from twinkle_research.loss import resolve_loss
@@ -22,17 +22,20 @@ from twinkle_research.loss.base import Loss, LossOutput, TokenScores
 from twinkle_research.metric import CallRecord
 from twinkle_research.model.base import Result, TrainConfigs, TwinkleModel
 from twinkle_research.model.dropout import DropoutState, key_dropout, zero_functional_dropout
+from twinkle_research.model.layout import WHOLE
 from twinkle_research.model.optimizer import optimizer_spec
 from twinkle_research.model.training import TrainingState
 from twinkle_research.model.transformers import lora
 from twinkle_research.model.transformers.head import Anatomy
-from twinkle_research.model.transformers.loading import DTYPES, load_model
+from twinkle_research.model.transformers.loading import DTYPES, load_model, load_skeleton
 from twinkle_research.model.transformers.saving import SavingMixin
 from twinkle_research.model.transformers.scoring import MicroBatch, Scorer, logps_by_row
 from twinkle_research.processor.base import InputProcessor
 from twinkle_research.symbols import load_symbol
 
 if TYPE_CHECKING:
+    from twinkle_research.checkpoint.stream import TensorFolder
+    from twinkle_research.model.transformers.sharding import ShardedModel
     from twinkle_research.template.base import Template
     from twinkle_research.trainer.config import TrainConfig
 
@@ -67,6 +70,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
         logits_chunk: int = 512,
         seed: int = 0,
         runtime: Runtime | None = None,
+        sharding: str = "auto",
         trust_remote_code: bool = False,
         revision: str | None = None,
     ) -> None:
@@ -78,25 +82,29 @@ class TransformersModel(SavingMixin, TwinkleModel):
         self.seed = seed
         self.runtime = runtime or Runtime()
         self.device = torch.device(device) if device is not None else self.runtime.device
-        self.module: nn.Module = load_model(
-            model_id,
-            dtype=DTYPES[dtype],
-            attention=attention,
-            device=self.device,
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-        )
-        anatomy = Anatomy.of(self.module)
+        self.dtype = DTYPES[dtype]
+        self.logits_chunk = logits_chunk
+        options: dict[str, Any] = {
+            "dtype": self.dtype, "attention": attention, "device": self.device, "trust_remote_code": trust_remote_code,
+            "revision": revision,
+        }  # fmt: skip
+        self._shards: ShardedModel | None = None
+        self._unread: TensorFolder | None = None  # weights that are still to be loaded, once it is known what is trained
+        self.module: nn.Module
+        if sharding == "fsdp2":
+            if self.runtime.world_size == 1:
+                raise ConfigError("backend.sharding=fsdp2 splits the model over several processes; this is the only one")
+            self.module, self._unread = load_skeleton(model_id, **options)
+        else:
+            self.module = load_model(model_id, **options)
         for name in zero_functional_dropout(self.module):
             log.warning("dropout of %s is not used: it is not a module, so its masks would not be reproducible", name)
         self.dropout = DropoutState(seed)
         key_dropout(self.module, self.dropout)
         if gradient_checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._scorer = Scorer(
-            self.module, anatomy.body, anatomy.transform, self.device, torch.promote_types(DTYPES[dtype], torch.float32),
-            logits_chunk, self.dropout, self.module.get_input_embeddings().weight.shape[0],
-        )  # fmt: skip
+        if self._unread is None:
+            self._scorer = self._build_scorer()
         self.adapter_name: str | None = None
         self.loss: Loss = resolve_loss("CrossEntropyLoss")
         self.processor = InputProcessor()
@@ -105,13 +113,31 @@ class TransformersModel(SavingMixin, TwinkleModel):
         self._scored: list[_Scored] = []
         self._first_sample = 0  # numbers rows that come without a sample_index
 
+    def _build_scorer(self) -> Scorer:
+        anatomy = Anatomy.of(self.module)
+        return Scorer(
+            self.module, anatomy.body, anatomy.transform, self.device, torch.promote_types(self.dtype, torch.float32),
+            self.logits_chunk, self.dropout, self.module.get_input_embeddings().weight.shape[0],
+        )  # fmt: skip
+
+    def _shard(self, trained: bool) -> None:
+        """With sharding=fsdp2, once: cuts the model and loads this rank's part of it. Collective."""
+        if self._unread is not None:
+            from twinkle_research.model.transformers.sharding import ShardedModel
+
+            folder, self._unread = self._unread, None
+            self._shards = ShardedModel(self.module, self.runtime, self.dtype, folder, trained=trained)
+            self._scorer = self._build_scorer()
+            self._shards.release()
+
     @classmethod
     def from_config(cls, cfg: TrainConfig, folder: str | Path, runtime: Runtime) -> TransformersModel:
         """The model that ``cfg`` describes, its weights from ``folder``, its adapter added and its processor set."""
         model = cls(
             folder, dtype=cfg.model.dtype.value, attention=cfg.model.attention.value,
             gradient_checkpointing=cfg.backend.gradient_checkpointing, logits_chunk=cfg.backend.logits_chunk, seed=cfg.seed,
-            runtime=runtime, trust_remote_code=cfg.model.trust_remote_code, revision=cfg.model.revision,
+            runtime=runtime, sharding=cfg.backend.sharding.value, trust_remote_code=cfg.model.trust_remote_code,
+            revision=cfg.model.revision,
         )  # fmt: skip
         if cfg.adapter.name == "lora":
             model.add_adapter_to_model("default", cfg.adapter)
@@ -127,6 +153,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
         if not adapter_name:
             raise ValueError("adapter_name is empty")
         config = lora.lora_config(config_or_dir)
+        self._shard(trained=False)
         self.module = self._scorer.module = lora.add_lora(self.module, config, adapter_name, self.seed)
         self.adapter_name = adapter_name
         key_dropout(self.module, self.dropout)
@@ -137,15 +164,19 @@ class TransformersModel(SavingMixin, TwinkleModel):
 
     def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
         """Chooses what is trained (the adapter, else everything). Implied by ``set_optimizer`` and the first backward."""
+        self._shard(trained=True)
         if self.adapter_name:
             parameters = lora.adapter_parameters(self.module, self.adapter_name)
+        elif self._shards:
+            parameters = self._shards.parameters
         else:
             parameters = dict(self.module.named_parameters())
             self.module.requires_grad_(True)
         edges = (self.module.get_input_embeddings(), self.module.get_output_embeddings())
         outer = {id(p) for module in edges for p in module.parameters()}
         matrices = {name for name, p in parameters.items() if p.ndim == 2 and id(p) not in outer}
-        self._training = TrainingState(parameters, self.runtime, matrices, gradient_accumulation_steps)
+        layout = self._shards.layout if self._shards else WHOLE
+        self._training = TrainingState(parameters, self.runtime, matrices, gradient_accumulation_steps, layout)
         return self._training
 
     def training_state(self, adapter_name: str | None = None) -> TrainingState:
@@ -188,6 +219,15 @@ class TransformersModel(SavingMixin, TwinkleModel):
     def data_parallel(self) -> tuple[int, int]:
         return self.runtime.rank, self.runtime.world_size
 
+    @property
+    def is_sharded(self) -> bool:
+        return self._shards is not None
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        several = "fsdp2" if self.is_sharded else "ddp"
+        return {"world_size": self.runtime.world_size, "sharding": several if self.runtime.world_size > 1 else "none"}
+
     def count(self, features: Sequence[InputFeature], adapter_name: str | None = None) -> int:
         return int(self.runtime.all_reduce_sum(self.loss.count(features)))
 
@@ -198,7 +238,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
         divisor = training.open(normalizer)
         self._set_mode(training=True)
         scored = []
-        for item in self._micro_batches(inputs, loss_inputs):
+        for item in self._passes(inputs, loss_inputs):
             self._score(item, divisor)
             self._compute_loss(item, divisor)
             self._backward(item)
@@ -212,7 +252,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
         self._set_mode(training=False)
         scored = []
         with torch.no_grad(), self._without_lora() if disable_lora else nullcontext():
-            for item in self._micro_batches(inputs, loss_inputs):
+            for item in self._passes(inputs, loss_inputs):
                 self._score(item, None)
                 self._compute_loss(item, 1.0)
                 scored.append(item)
@@ -222,10 +262,10 @@ class TransformersModel(SavingMixin, TwinkleModel):
         """The forward part of ``forward_backward``, to be followed by ``calculate_loss`` and ``backward``."""
         self.training_state(adapter_name)
         self._set_mode(training=True)
-        self._scored = list(self._micro_batches(inputs, kwargs))
+        self._scored = list(self._passes(inputs, kwargs))
         for item in self._scored:
             self._score(item, None)
-        return Result({"logps": [row for item in self._scored for row in _logps(item)]})
+        return Result({"logps": [row for item in self._scored if item.features for row in _logps(item)]})
 
     def calculate_loss(self, adapter_name: str | None = None, **loss_inputs: Any) -> float:
         """The loss of the last ``forward``, divided by its own normaliser."""
@@ -233,7 +273,8 @@ class TransformersModel(SavingMixin, TwinkleModel):
             raise UserError("calculate_loss needs a forward before it")
         features = [f for item in self._scored for f in item.features]
         if loss_inputs:
-            for item, other in zip(self._scored, self._micro_batches(features, loss_inputs), strict=True):
+            own = [item for item in self._scored if item.features]
+            for item, other in zip(own, self._micro_batches(features, loss_inputs), strict=True):
                 item.micro.inputs = other.micro.inputs
         for item in self._scored:
             self._compute_loss(item, 1.0)
@@ -286,7 +327,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
             optimizer=training.optimizer.spec.describe() if training.optimizer else None,
             scheduler=training.schedule.describe(),
             gradient_accumulation_steps=training.gradient_accumulation_steps,
-            trainable_parameters=sum(p.numel() for p in training.parameters.values()),
+            trainable_parameters=sum(training.layout.shape(name, p).numel() for name, p in training.parameters.items()),
             total_parameters=sum(p.numel() for p in self.module.parameters()),
         )
 
@@ -305,9 +346,25 @@ class TransformersModel(SavingMixin, TwinkleModel):
             yield _Scored(self._scorer.prepare(batch, step, self._first_sample), features)
             self._first_sample += len(features)
 
+    def _passes(self, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any]) -> Iterator[_Scored]:
+        """This rank's micro-batches. Where the model is sharded every pass is collective: the ranks with fewer of them
+        go through empty ones."""
+        if self._shards is None:
+            yield from self._micro_batches(inputs, loss_inputs)
+            return
+        items = list(self._micro_batches(inputs, loss_inputs))
+        missing = self.runtime.max(len(items)) - len(items)
+        yield from items
+        zeros = {name: None if values is None else [0.0] for name, values in loss_inputs.items()}
+        for _ in range(missing):
+            batch = self.processor.collate([{"input_ids": [0], "labels": [IGNORE_INDEX]}], "cpu", **zeros)
+            yield _Scored(self._scorer.prepare(batch, self.training_state().cur_step, 0), [])
+
     def _score(self, item: _Scored, divisor: float | None) -> None:
-        """A micro-batch without a trained position adds nothing, so it does not run."""
-        if item.micro.num_tokens:
+        """A micro-batch without a trained position adds nothing, so it does not run where no other rank waits for it."""
+        if self._shards:
+            item.scores = self._shards.run(lambda: self._scorer.scores(item.micro, self.loss, divisor))
+        elif item.micro.num_tokens:
             item.scores = self._scorer.scores(item.micro, self.loss, divisor)
 
     def _compute_loss(self, item: _Scored, divisor: float) -> None:
@@ -331,7 +388,7 @@ class TransformersModel(SavingMixin, TwinkleModel):
         losses = torch.stack([output.loss.detach() for output in outputs]).tolist() if outputs else []
         loss = sum(losses)
         count = self.loss.count(features)
-        logps = [row for item in scored for row in _logps(item)]
+        logps = [row for item in scored if item.features for row in _logps(item)]
         tokens = sum(item.micro.num_tokens for item in scored)
         extra = _extra_sums(outputs)
         training.meters[is_training].accumulate(CallRecord(loss * divisor, count, tokens, extra, features, logps))
@@ -358,7 +415,17 @@ class TransformersModel(SavingMixin, TwinkleModel):
         """Names of the model in memory (transformers' own), not of its files."""
         if self.adapter_name:
             return lora.merged_weights(self.module, self.adapter_name)
-        return ((name, p.detach()) for name, p in self.module.named_parameters())
+        return ((name, lora.whole(p.detach())) for name, p in self.module.named_parameters())
+
+    @contextmanager
+    def sampling(self) -> Iterator[nn.Module]:
+        """The module for generation. Where the model is sharded all ranks generate, and generate the same."""
+        try:
+            yield self.module
+        finally:
+            if self._shards:
+                self._shards.release()
+
 
 
 def _logps(item: _Scored) -> list[list[float]]:

@@ -12,25 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from twinkle_research.checkpoint.stream import TensorSpec
+from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Read = Callable[[str], Tensor]  # tensor on disk by name
-
 
 class DiskNames:
-    """``shapes``: name in memory -> tensor (any device, values unused) of everything that is to be stored.
+    """``shapes``: name in memory -> shape of everything that is to be stored.
 
     ``model=None``: the names in memory are those on disk already (an adapter).
     """
 
-    def __init__(self, model: PreTrainedModel | None, shapes: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel | None, shapes: Mapping[str, torch.Size]) -> None:
         self._model = model
-        self._shapes = {name: tensor.shape for name, tensor in shapes.items()}
-        metas = {name: torch.empty(tensor.shape, device="meta") for name, tensor in shapes.items()}
+        self._shapes = dict(shapes)
+        metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         if model is None:
             self._groups = [[name] for name in shapes]
             self._disk = [{name: metas[name]} for name in shapes]
@@ -86,22 +84,25 @@ class DiskNames:
                 for on_disk in disk:
                     yield on_disk, reverted[on_disk]
 
-    def from_disk(self, read: Read, wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
-        """(name in memory, tensor as it is on disk), inverse of ``to_disk``. Raises CheckpointError for a wrong shape."""
+    def parts_from_disk(
+        self, folder: TensorFolder, wanted: Mapping[str, object], rows: Callable[[str], slice], suffix: str = ""
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name in memory, ``rows(name)`` of its tensor), inverse of ``to_disk``, for the tensors that ``wanted`` names; on
+        disk ``suffix`` stands behind each name. At most one whole group is held. Raises CheckpointError for a wrong shape."""
         for group, disk, is_rename in zip(self._groups, self._disk, self._is_rename, strict=True):
             if group[0] not in wanted:
                 continue
-            tensors = {on_disk: read(on_disk) for on_disk in disk}
             for on_disk, meta in disk.items():
-                if tensors[on_disk].shape != meta.shape:
+                found = folder.spec(on_disk + suffix).shape
+                if found != tuple(meta.shape):
                     raise CheckpointError(
-                        f"tensor {on_disk} has shape {tuple(tensors[on_disk].shape)} in the checkpoint, "
-                        f"{tuple(meta.shape)} in the model"
+                        f"tensor {on_disk}{suffix} has shape {found} in {folder.path}, {tuple(meta.shape)} in the model"
                     )
             if is_rename:
-                yield group[0], next(iter(tensors.values()))
+                yield group[0], folder.part(next(iter(disk)) + suffix, rows(group[0]))
             else:
-                yield from self._assemble(group, tensors)
+                for name, tensor in self._assemble(group, {on_disk: folder[on_disk + suffix] for on_disk in disk}):
+                    yield name, tensor[rows(name)]
 
     def _assemble(self, group: list[str], tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Undoes a conversion that moves elements, whatever it is: numbers the elements in memory and looks where they go."""

@@ -24,6 +24,7 @@ class SavingMixin:
     if TYPE_CHECKING:
         runtime: Runtime
         adapter_name: str | None
+        layout: dict[str, Any]
 
         def training_state(self, adapter_name: str | None = None) -> TrainingState: ...
 
@@ -38,11 +39,11 @@ class SavingMixin:
         ModelState(self).load_weights(TensorFolder(folder, "adapter_model", follow_links=True))
 
     def get_state_dict(self, adapter_name: str | None = None) -> dict[str, Tensor]:
-        """Copies of the trainable tensors, under the names that they have on disk."""
+        """Copies of the trainable tensors, whole, under the names that they have on disk. Collective."""
         self.training_state(adapter_name)
         state = ModelState(self)
         trained = self.training_state().parameters
-        return {name: tensor.clone() for name, tensor in state.names.to_disk(trained.__getitem__, trained)}
+        return {name: tensor.clone() for name, tensor in state.names.to_disk(state.whole_weight, trained)}
 
     def save(
         self,
@@ -62,7 +63,7 @@ class SavingMixin:
             f"checkpoint-step-{step}" if name is None else name,
             step=step,
             backend="transformers",
-            layout={"world_size": self.runtime.world_size},
+            layout=self.layout,
             is_writer=self.runtime.is_main,
         )
         with writer:

@@ -79,6 +79,9 @@ class Scorer:
         """``normalizer``: what the loss will be divided by, None where that is not known yet."""
         self.dropout.key = micro.dropout_key
         hidden_BTD = self.body(**self._body_inputs(micro.batch))[0]
+        if not micro.num_tokens:  # run for the other ranks' sake
+            nothing_BT = micro.inputs.mask + (hidden_BTD * 0).sum().to(self.dtype)
+            return TokenScores(nothing_BT, nothing_BT, nothing_BT, nothing_BT)
         positions_N = micro.positions_N.to(self.device)
         labels_N = micro.batch.labels.view(-1)[micro.positions_N].to(self.device)
         hidden_BTD, weight_VD, bias_V = head_terms(self.module.get_output_embeddings(), hidden_BTD)

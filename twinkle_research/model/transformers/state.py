@@ -1,4 +1,7 @@
-"""Weights, optimizer and open window of a TransformersModel, to and from a checkpoint, one tensor at a time."""
+"""Weights, optimizer and open window of a TransformersModel, to and from a checkpoint, one tensor at a time.
+
+Under any layout a rank holds its own part of what it stores, and beside it no more than one whole tensor.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError
+from twinkle_research.model.layout import Layout
 from twinkle_research.model.transformers.lora import config_json, tied_names
 from twinkle_research.model.transformers.names import DiskNames
 
@@ -28,15 +32,19 @@ class ModelState:
     def __init__(self, model: TransformersModel) -> None:
         self._model = model
         self._training: TrainingState = model.training_state()
+        self._layout: Layout = self._training.layout
         self.folder, self.stem = ("adapter", "adapter_model") if model.adapter_name else ("model", "model")
         if model.adapter_name:
             self.weights: dict[str, Tensor] = dict(self._training.parameters)
             self.aliases = tied_names(model.module, model.adapter_name)
-            self.names = DiskNames(None, self.weights)
+            self.names = DiskNames(None, self._shapes())
         else:
             self.weights = self._training.parameters | _buffers(model.module)
             self.aliases = {}
-            self.names = DiskNames(model.module, self.weights)
+            self.names = DiskNames(model.module, self._shapes())
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: self._layout.shape(name, tensor) for name, tensor in self.weights.items()}
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -57,11 +65,11 @@ class ModelState:
 
     def write_weights(self, writer: CheckpointWriter) -> None:
         aliases = {alias: self.weights[name] for alias, name in self.aliases.items()}
-        specs = self.names.specs({name: t.dtype for name, t in self.weights.items()})
+        specs = self.names.specs({name: self._layout.dtype(name, t) for name, t in self.weights.items()})
         specs += [TensorSpec.of(name, tensor) for name, tensor in aliases.items()]
 
         def stream() -> Iterator[tuple[str, Tensor]]:
-            yield from self.names.to_disk(self.weights.__getitem__, self.weights)
+            yield from self.names.to_disk(self.whole_weight, self.weights)
             yield from ((name, tensor.detach()) for name, tensor in aliases.items())
 
         if self._model.adapter_name:
@@ -71,10 +79,15 @@ class ModelState:
             writer.add_tensors(self.folder, specs, stream(), stem=self.stem)
             writer.add_files(self.folder, self._write_configs)
 
+    def whole_weight(self, name: str) -> Tensor:
+        """As it is stored. Collective."""
+        tensor = self.weights[name].detach()
+        return self._layout.whole(name, tensor.to(self._layout.dtype(name, tensor)))
+
     def _write_configs(self, folder: Path) -> None:
         module = self._model.module
-        module.config.architectures = [type(module).__name__]
-        module.config.dtype = str(module.dtype).removeprefix("torch.")
+        module.config.architectures = [class_name(module)]
+        module.config.dtype = str(self._model.dtype).removeprefix("torch.")
         module.config.save_pretrained(folder)
         if module.generation_config is not None:
             module.generation_config.save_pretrained(folder)
@@ -99,7 +112,7 @@ class ModelState:
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for suffix, tensors in parts:
-                for name, tensor in self.names.to_disk(tensors.__getitem__, tensors):
+                for name, tensor in self.names.to_disk(lambda n, own=tensors: self._layout.whole(n, own[n]), tensors):
                     yield f"{name}.{suffix}", tensor
 
         writer.add_tensors(folder, specs, stream(), stem=stem)
@@ -124,10 +137,11 @@ class ModelState:
             raise CheckpointError(f"{reader.path} was saved without optimizer state: only its weights can be loaded")
         self._load_optimizer(reader, int(state["optimizer_steps"]))
         training.load(state)
-        if training.window.has_gradients and training.runtime.is_main:
-            tensors = _Parts(reader.tensors("window", "gradients"))
-            for name, gradient in self.names.from_disk(lambda name: tensors.read(name, "grad"), training.parameters):
-                training.gradients.add_(name, gradient)
+        if training.window.has_gradients:
+            tensors = reader.tensors("window", "gradients")
+            for name, gradient in self.names.parts_from_disk(tensors, training.parameters, self._layout.rows, ".grad"):
+                if training.runtime.is_main or self._layout.is_sharded(name):
+                    training.gradients.add_(name, gradient)
 
     @torch.no_grad()
     def load_weights(self, tensors: TensorFolder) -> None:
@@ -137,38 +151,32 @@ class ModelState:
             raise CheckpointError(f"{tensors.path}: tensor {missing} is missing")
         for extra in sorted(set(tensors) - expected - set(self.aliases)):
             raise CheckpointError(f"{tensors.path}: tensor {extra} is not part of this model")
-        for name, tensor in self.names.from_disk(tensors.__getitem__, self.weights):
-            self.weights[name].copy_(tensor)
+        self._layout.release()
+        for name, part in self.names.parts_from_disk(tensors, self.weights, self._layout.rows):
+            self.weights[name].copy_(part)
 
     def _load_optimizer(self, reader: CheckpointReader, steps_done: int) -> None:
         optimizer = self._training.optimizer
-        tensors = _Parts(reader.tensors("optimizer", "optimizer") if reader.has("optimizer") else {})
+        tensors = reader.tensors("optimizer", "optimizer") if reader.has("optimizer") else {}
         known = {
             f"{on_disk}.{slot}" for name in self._training.parameters for on_disk in self.names.of(name) for slot in SLOT_ORDER
         }
-        for extra in sorted(set(tensors.names) - known):
+        for extra in sorted(set(tensors) - known):
             raise CheckpointError(f"{reader.path}/optimizer: tensor {extra} belongs to nothing that this run trains")
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in self._training.parameters}
+        slots = {
+            name: [slot for slot in SLOT_ORDER if all(f"{part}.{slot}" in tensors for part in self.names.of(name))]
+            for name in self._training.parameters
+        }
+        optimizer.start_load(slots, steps_done)
         for slot in SLOT_ORDER:
-            wanted = {name: None for name in found if tensors.has(self.names.of(name), slot)}
-            for name, tensor in self.names.from_disk(lambda name, slot=slot: tensors.read(name, slot), wanted):
-                found[name][slot] = tensor
-        for name, slots in found.items():
-            optimizer.load(name, slots, steps_done)
+            wanted = {name: None for name in slots if slot in slots[name]}
+            for name, part in self.names.parts_from_disk(tensors, wanted, self._layout.rows, f".{slot}") if wanted else ():
+                optimizer.load(name, slot, part)
 
 
-class _Parts:
-    """Tensors named ``<tensor on disk>.<part>``."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.names = list(tensors)
-
-    def has(self, on_disk: list[str], part: str) -> bool:
-        return all(f"{name}.{part}" in self._tensors for name in on_disk)
-
-    def read(self, name: str, part: str) -> Tensor:
-        return self._tensors[f"{name}.{part}"]
+def class_name(module: torch.nn.Module) -> str:
+    """transformers' name of the model's class; sharding puts its own before it."""
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _buffers(module: torch.nn.Module) -> dict[str, Tensor]:
