@@ -65,7 +65,7 @@ def test_saved_checkpoint(tmp_path):
     assert len(reader.tensors("optimizer").files) == 3
     manifest = json.loads((path / "manifest.json").read_text())
     assert manifest["format_version"] == 1 and manifest["step"] == 10 and manifest["backend"] == "transformers"
-    assert manifest["layout"] == {"world_size": 1} and manifest["metric"] == 1.25
+    assert manifest["layout"] == {"world_size": 1, "sharding": "none"} and manifest["metric"] == 1.25
     assert manifest["config_hash"] == hashlib.sha256(b"seed: 0\n").hexdigest()
     present = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"}
     assert manifest["files"] == {

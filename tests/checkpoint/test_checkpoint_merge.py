@@ -203,6 +203,8 @@ def test_s18_export_dtype_is_the_configured_one(tmp_path):
     name, adapter = make_s18(tmp_path)
 
     class Trained:
+        layout = {"world_size": 1, "sharding": "none"}
+
         def save_state(self, writer, save_optimizer=True):
             specs = [TensorSpec.of(n, t) for n, t in adapter.items()]
             writer.add_tensors("adapter", specs, adapter.items(), stem="adapter_model", max_shard_bytes=None)

@@ -78,7 +78,7 @@ def test_logprobs_and_gradients_are_the_models_own(architecture, side):
     name, folder = architecture
     dtype = "float32" if name == "qwen3_moe" else "float64"
     model = TransformersModel(folder, dtype=dtype, logits_chunk=5)
-    assert model._scorer.transform == ARCHITECTURES[name][2]
+    assert model._compute.scorer.transform == ARCHITECTURES[name][2]
     model.set_processor("InputProcessor", micro_batch_size=3, padding_side=side)
     rows = make_rows(5, low=2)
     parameters = model.training_state().parameters

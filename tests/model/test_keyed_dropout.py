@@ -12,10 +12,19 @@ from twinkle_research.model.transformers import TransformersModel
 
 
 def mask(step=0, samples=(0, 1), lengths=(3, 5), name="a", width=5, seed=0, side="right", p=0.5):
-    rows = tuple((slice(0, n) if side == "right" else slice(width - n, width), s) for n, s in zip(lengths, samples))
+    rows = tuple(
+        (row, slice(0, n) if side == "right" else slice(width - n, width), s) for row, (n, s) in enumerate(zip(lengths, samples))
+    )
     layer = KeyedDropout(p, name, DropoutState(seed, DropoutKey(step, (len(lengths), width), rows)))
     out = layer(torch.ones(len(lengths), width, 40))
-    return [out[i, where] for i, (where, _) in enumerate(rows)]
+    return [out[row, where] for row, where, _ in rows]
+
+
+def test_documents_of_one_packed_row():
+    key = DropoutKey(0, (1, 8), ((0, slice(0, 3), 0), (0, slice(3, 8), 1)))
+    out = KeyedDropout(0.5, "a", DropoutState(0, key))(torch.ones(1, 8, 40))
+    apart = mask()
+    assert torch.equal(out[0, :3], apart[0]) and torch.equal(out[0, 3:], apart[1])
 
 
 def test_what_a_mask_depends_on():
@@ -35,7 +44,7 @@ def test_expectation_and_scale():
 
 
 def test_flat_and_refused_layouts():
-    layer = KeyedDropout(0.5, "experts", DropoutState(0, DropoutKey(0, (2, 3), ((slice(0, 3), 0), (slice(0, 3), 1)))))
+    layer = KeyedDropout(0.5, "experts", DropoutState(0, DropoutKey(0, (2, 3), ((0, slice(0, 3), 0), (1, slice(0, 3), 1)))))
     x = torch.ones(2, 3, 4)
     assert torch.equal(layer(x).view(6, 4), layer(x.view(6, 4)))
     with pytest.raises(UserError, match="experts cannot be keyed"):

@@ -25,6 +25,7 @@ def config(**changes):
         "backend": TransformersBackendConfig(logits_chunk=7, gradient_checkpointing=True),
         "adapter": LoraAdapterConfig(r=2, alpha=3.0),
         "trainer": SftTrainerConfig(micro_batch_size=None, micro_batch_tokens=32),
+        "data": SimpleNamespace(packing=False),
         "seed": 11,
     }
     return SimpleNamespace(**(parts | changes))
@@ -33,7 +34,7 @@ def config(**changes):
 def test_from_config(tiny_llama):
     model = TransformersModel.from_config(config(), tiny_llama, Runtime())
     assert model.module.dtype == torch.bfloat16 and model.module.is_gradient_checkpointing and model.seed == 11
-    assert model.processor.micro_batch_tokens == 32 and model.data_parallel == (0, 1)
+    assert model.trained().processor.micro_batch_tokens == 32 and model.data_parallel == (0, 1)
     model.set_optimizer(AdamConfig(name="adamw", lr=1e-3))
     model.set_lr_scheduler(ConstantScheduleConfig(), total_steps=5)
     rows = make_rows(3)
@@ -113,12 +114,12 @@ def test_template_and_processor_by_name_or_object(tiny_llama):
     model = TransformersModel(tiny_llama)
     ready = InputProcessor(micro_batch_size=3)
     model.set_processor(ready)
-    assert model.processor is ready
+    assert model.trained().processor is ready
     with pytest.raises(ConfigError, match="InputProcessor"):
         model.set_processor("InputProcesor")
     template = SimpleNamespace(tokenizer=None)
     model.set_template(template)
-    assert model.template is template
+    assert model.trained().template is template
     with pytest.raises(UserError, match="no adapter 'x'; the model has none"):
         model.forward_only(make_rows(1), adapter_name="x")
     with pytest.raises(ValueError, match="adapter_name is empty"):

@@ -231,13 +231,15 @@ def test_ids_outside_the_vocabulary_are_named(tiny_llama, name, value):
         model.forward_backward(rows, normalizer=1)
 
 
-def test_packed_documents_are_scored_as_if_alone(tiny_llama):
-    from twinkle_research.processor import pack
-
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_rows_that_were_packed_by_hand_are_scored_as_if_alone(tiny_llama, side):
     rows = make_rows(3)
     model = new_model(tiny_llama, micro=2)
     apart = model.forward_only(rows).result["logps"]
-    packed, single = model.forward_only([pack(rows[:2]), rows[2]]).result["logps"]
+    both = {name: rows[0][name] + rows[1][name] for name in ("input_ids", "labels")}
+    both["position_ids"] = [*range(rows[0]["length"]), *range(rows[1]["length"])]
+    model.set_processor("InputProcessor", micro_batch_size=2, padding_side=side)
+    packed, single = model.forward_only([both, rows[2]]).result["logps"]
     assert packed == pytest.approx(apart[0] + apart[1], abs=1e-5) and single == pytest.approx(apart[2], abs=1e-5)
 
 

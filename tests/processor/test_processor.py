@@ -8,7 +8,7 @@ import torch
 
 from twinkle_research.data_format import IGNORE_INDEX as IGN
 from twinkle_research.errors import ConfigError, DataError
-from twinkle_research.processor import Batch, InputProcessor, pack
+from twinkle_research.processor import Batch, InputProcessor
 
 
 def feature(ids: list[int], labels: list[int] | None = None, **extra: object) -> dict:
@@ -25,7 +25,7 @@ def test_s06_padding_follows_lengths_not_ids() -> None:
     batch = collate([feature([4, 5, 6, 0], [5, 6, 0, IGN]), feature([1, 2, 3, 4, 5, 6])])
     assert batch.labels[0].tolist() == [5, 6, 0, IGN, IGN, IGN]
     assert batch.attention_mask[0].tolist() == [1, 1, 1, 1, 0, 0]
-    assert batch.lengths == [4, 6]
+    assert [d.length for d in batch.documents] == [4, 6]
     cut = collate([feature([7, 8, 9]), feature([1] * 6)])
     assert cut.attention_mask[0].tolist() == [1, 1, 1, 0, 0, 0] and cut.input_ids[0].tolist() == [7, 8, 9, 0, 0, 0]
 
@@ -37,7 +37,10 @@ def test_fields() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert batch.sequence_ids.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert batch.num_sequences == 2 and not batch.packed
-    assert batch.sample_indices == [4, None] and batch.rows == ["a:1", None]
+    assert [(d.row, d.where, d.sample_index, d.name) for d in batch.documents] == [
+        (0, slice(0, 3), 4, "a:1"),
+        (1, slice(0, 1), None, None),
+    ]
     assert batch.advantages is batch.old_logprobs is batch.ref_logprobs is None
     tensors = [batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids, batch.sequence_ids]
     assert {tensor.dtype for tensor in tensors} == {torch.int64}
@@ -50,7 +53,7 @@ def test_left_padding() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2], [0, 0, 0]]
     assert batch.labels.tolist() == [[2, 3, IGN], [IGN, IGN, IGN]]
     assert batch.advantages.tolist() == [[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert batch.row_slice(1) == slice(2, 3)
+    assert batch.documents[1].where == slice(2, 3)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -62,7 +65,7 @@ def test_random_rows_come_back(side: str) -> None:
         features.append(feature(ids, [i if rng.random() < 0.5 else IGN for _ in ids]))
     batch = collate(features, side)
     for i, f in enumerate(features):
-        where = batch.row_slice(i)
+        where = batch.documents[i].where
         assert batch.input_ids[i, where].tolist() == f["input_ids"] and batch.labels[i, where].tolist() == f["labels"]
         assert int(batch.attention_mask[i].sum()) == len(f["input_ids"])
     assert int((batch.labels != IGN).sum()) == sum(label != IGN for f in features for label in f["labels"])
@@ -113,14 +116,14 @@ def test_split_by_rows() -> None:
 
 def test_split_by_tokens_counts_padding() -> None:
     processor = InputProcessor(micro_batch_tokens=12)
-    assert processor.split_indices([4, 4, 4, 4]) == [range(3), range(3, 4)]
-    assert processor.split_indices([2, 6, 6, 2]) == [range(2), range(2, 4)]
-    assert processor.split_indices([30, 1, 1]) == [range(1), range(1, 3)]
+    assert processor.split_indices([4, 4, 4, 4]) == [[0, 1, 2], [3]]
+    assert processor.split_indices([2, 6, 6, 2]) == [[1, 2], [0, 3]]  # the longest first
+    assert processor.split_indices([30, 1, 1]) == [[0], [1, 2]]
     rng = random.Random(1)
     for _ in range(200):
         lengths = [rng.randint(1, 15) for _ in range(rng.randint(0, 12))]
         parts = processor.split_indices(lengths)
-        assert [i for part in parts for i in part] == list(range(len(lengths)))
+        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
         assert all(len(part) == 1 or len(part) * max(lengths[i] for i in part) <= 12 for part in parts)
 
 
@@ -136,29 +139,45 @@ def test_settings_are_checked() -> None:
 
 
 def test_s03_packed_documents_do_not_predict_each_other() -> None:
-    packed = pack([feature([11, 12, 13]), feature([21, 22])])
-    assert packed["input_ids"] == [11, 12, 13, 21, 22]
-    assert packed["position_ids"] == [0, 1, 2, 0, 1]
-    assert packed["labels"] == [12, 13, IGN, 22, IGN]
-    batch = collate([packed, feature([1])])
-    assert batch.packed and batch.num_sequences == 3
-    assert batch.sequence_ids.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, 2, 2]]
+    batch = InputProcessor(packing=True).collate(
+        [feature([11, 12, 13], sample_index=3), feature([21, 22], row="b:2")], advantages=[2.0, [5.0]]
+    )
+    assert batch.input_ids.tolist() == [[11, 12, 13, 21, 22]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert batch.labels.tolist() == [[12, 13, IGN, 22, IGN]]
+    assert batch.attention_mask.tolist() == [[1] * 5] and batch.sequence_ids.tolist() == [[0, 0, 0, 1, 1]]
+    assert batch.advantages.tolist() == [[2.0, 2.0, 0.0, 5.0, 0.0]]
+    assert batch.packed and batch.num_sequences == 2
+    assert [(d.row, d.where, d.sample_index, d.name) for d in batch.documents] == [
+        (0, slice(0, 3), 3, None),
+        (0, slice(3, 5), None, "b:2"),
+    ]
+    assert batch.document_at(0, 3) is batch.documents[1]
 
 
-def test_s03_packed_documents_do_not_see_each_other() -> None:
-    """transformers keeps attention inside a document where positions restart and no mask is given."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def test_features_that_are_packed_already() -> None:
+    """A feature whose positions restart holds several sequences, padded or packed with others."""
+    two = feature([11, 12, 13, 21, 22], [12, 13, IGN, 22, IGN], position_ids=[0, 1, 2, 0, 1])
+    padded = collate([two, feature([1])])
+    assert padded.packed and padded.num_sequences == 3
+    assert padded.sequence_ids.tolist() == [[0, 0, 0, 1, 1], [2, 2, 2, 2, 2]]
+    packed = InputProcessor(packing=True).collate([feature([1]), two])
+    assert packed.sequence_ids.tolist() == [[0, 1, 1, 1, 2, 2]] and len(packed.documents) == 2
 
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).eval()
-    first, second = feature([11, 12, 13]), feature([21, 22])
-    both = collate([pack([first, second])])
-    with torch.no_grad():
-        packed = model(input_ids=both.input_ids, position_ids=both.position_ids, use_cache=False).logits[0]
-        alone = [model(input_ids=torch.tensor([f["input_ids"]])).logits[0] for f in (first, second)]
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-6)
+
+def test_packed_rows_are_full() -> None:
+    processor = InputProcessor(micro_batch_tokens=10, packing=True)
+    assert processor.split_indices([3, 7, 5, 4, 12, 1]) == [[4], [1, 0], [2, 3, 5]]
+    rng = random.Random(2)
+    for _ in range(200):
+        lengths = [rng.randint(1, 12) for _ in range(rng.randint(0, 30))]
+        parts = processor.split_indices(lengths)
+        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+        assert all(len(part) == 1 or sum(lengths[i] for i in part) <= 10 for part in parts)
+        half = [sum(lengths[i] for i in part) <= 5 for part in parts]
+        assert sum(half) <= 1  # two such rows would fit into one
+    with pytest.raises(ConfigError, match="packing needs micro_batch_tokens"):
+        InputProcessor(micro_batch_size=2, packing=True)
 
 
 @pytest.mark.parametrize(("ids", "shown"), [([1.5, 2], "1.5"), ([True, 2], "True"), (["5", 2], "'5'"), ([None, 2], "None")])

@@ -26,6 +26,7 @@ class TokenScores:
     entropy: Tensor | None = None  # [B, T] of the predicted distribution, nats
     logsumexp: Tensor | None = None  # [B, T] log of the softmax denominator
     mean_logprobs: Tensor | None = None  # [B, T] mean over the vocabulary of the log-probabilities
+    values: Tensor | None = None  # [B, T] of a value head, for the state before the label's token
 
 
 @dataclass

@@ -112,7 +112,7 @@ class TwinkleModel(ABC):
         """JSON-able facts on how the model lies on the processes, for the manifest of checkpoints."""
 
     @abstractmethod
-    def sampling(self) -> AbstractContextManager[Any]:
+    def sampling(self, adapter_name: str | None = None) -> AbstractContextManager[Any]:
         """The module to generate with, for as long as the context is open."""
 
     @abstractmethod
@@ -157,15 +157,44 @@ class TwinkleModel(ABC):
     @abstractmethod
     def get_train_configs(self, adapter_name: str | None = None) -> TrainConfigs: ...
 
+    # --- critic and reference -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add_value_head(self, adapter_name: str | None = None, detach: bool = False) -> None:
+        """Trains a value for each trained position beside the policy, from its last hidden states. Losses that ask for
+        "values" get them, and results have ``values`` (per row, aligned with labels). ``detach``: without gradient into
+        the policy. Must come before ``set_optimizer``."""
+
+    @abstractmethod
+    def set_reference(self, kind: str, adapter_name: str | None = None) -> None:
+        """What ``reference_logps`` scores with: "base" (the adapter switched off), "frozen" (a copy of what is trained as it
+        is now), "refreshed" (such a copy that ``refresh_reference`` brings up to date). Copies are saved and loaded."""
+
+    @abstractmethod
+    def refresh_reference(self, rate: float = 1.0, adapter_name: str | None = None) -> None:
+        """Moves a "refreshed" reference to the present weights, by ``rate`` of the way."""
+
+    @abstractmethod
+    def reference_logps(self, inputs: Sequence[InputFeature], adapter_name: str | None = None) -> list[list[float]]:
+        """Per row the reference's log-probabilities, aligned with labels, 0.0 where not trained. Collective."""
+
     # --- state --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def save_state(self, writer: CheckpointWriter, save_optimizer: bool = True) -> dict[str, Any]:
+    def save_state(
+        self, writer: CheckpointWriter, save_optimizer: bool = True, adapter_name: str | None = None
+    ) -> dict[str, Any]:
         """Streams weights (``model/`` or ``adapter/``) and ``optimizer/`` into an open checkpoint. Returns the
         JSON-able rest (step counters, schedule, open window) for trainer_state.json. Collective."""
 
     @abstractmethod
-    def load_state(self, reader: CheckpointReader, state: dict[str, Any] | None, load_optimizer: bool = True) -> None:
+    def load_state(
+        self,
+        reader: CheckpointReader,
+        state: dict[str, Any] | None,
+        load_optimizer: bool = True,
+        adapter_name: str | None = None,
+    ) -> None:
         """Inverse of save_state, from a checkpoint of any backend and layout."""
 
     @abstractmethod
@@ -173,7 +202,7 @@ class TwinkleModel(ABC):
         """Trainable tensors under Hugging Face (or PEFT) names."""
 
     @abstractmethod
-    def named_weights(self) -> Iterable[tuple[str, Any]]:
+    def named_weights(self, adapter_name: str | None = None) -> Iterable[tuple[str, Any]]:
         """Streams (Hugging Face name, full tensor) of the effective weights, adapter merged. Collective."""
 
     @abstractmethod

@@ -6,6 +6,7 @@ checkpointing or a resume.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +22,7 @@ class DropoutKey:
 
     step: int
     shape: tuple[int, int]  # rows, positions
-    rows: tuple[tuple[slice, int], ...]  # per row: its positions that hold tokens, its sample index in the step
+    documents: tuple[tuple[int, slice, int], ...]  # row, positions in it, sample index in the step
 
 
 @dataclass
@@ -58,7 +59,7 @@ class KeyedDropout(nn.Module):
         features = x.shape[2:] if x.shape[:2] == key.shape else x.shape[1:]
         mask = torch.ones(*key.shape, *features, dtype=x.dtype, device=x.device)
         generator = torch.Generator(device=x.device)
-        for row, (where, sample) in enumerate(key.rows):
+        for row, where, sample in key.documents:
             generator.manual_seed(derive_seed(self.state.seed, "dropout", key.step, sample, self.name))
             tokens = where.stop - where.start
             draw = torch.rand(tokens, *features, generator=generator, device=x.device)
@@ -69,8 +70,8 @@ class KeyedDropout(nn.Module):
         return f"p={self.p}, name={self.name}"
 
 
-def key_dropout(model: nn.Module, state: DropoutState) -> list[str]:
-    """Replaces every nn.Dropout with p > 0 by a KeyedDropout; returns their names.
+def key_dropout(model: nn.Module, state: DropoutState, rename: Callable[[str], str] = str) -> list[str]:
+    """Replaces every nn.Dropout with p > 0 by a KeyedDropout; returns their names, which after ``rename`` key the masks.
 
     Dropout inside a fused attention kernel, or applied by a function, cannot be keyed: ``unkeyed_dropout`` finds it.
     """
@@ -78,7 +79,7 @@ def key_dropout(model: nn.Module, state: DropoutState) -> list[str]:
     for name, module in found:
         parent, _, child = name.rpartition(".")
         owner = model.get_submodule(parent)
-        keyed = KeyedDropout(module.p, name, state)
+        keyed = KeyedDropout(module.p, rename(name), state)
         keyed.train(module.training)
         if isinstance(owner, (nn.ModuleDict, nn.ModuleList, nn.Sequential)):
             owner._modules[child] = keyed

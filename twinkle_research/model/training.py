@@ -68,6 +68,14 @@ class TrainingState:
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
+    def add_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Trains these too. Before the optimizer is set and the first gradient comes."""
+        if self.optimizer is not None or self.window.has_gradients:
+            raise UserError("what is trained cannot change any more: add to it before set_optimizer")
+        self.parameters |= parameters
+        self.gradients.close()
+        self.gradients = Gradients(self.parameters, self.layout)
+
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         if spec.kind == "sgd" and spec.options["nesterov"] and not spec.options["momentum"]:
             raise ConfigError("optimizer.nesterov=true has no effect without optimizer.momentum > 0")

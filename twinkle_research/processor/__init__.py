@@ -1,6 +1,6 @@
 """Features to tensors: micro-batches, padding, packing. Names are resolved on first use, so importing this is free of torch."""
 
-__all__ = ["Batch", "InputProcessor", "pack"]
+__all__ = ["Batch", "Document", "InputProcessor"]
 
 
 def __getattr__(name: str):

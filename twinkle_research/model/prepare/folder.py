@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from twinkle_research.cachefolder import cache_root
 from twinkle_research.errors import ConfigError, UserError, nearest
 from twinkle_research.model.config import DType, ModelConfig, ModelSource
 from twinkle_research.model.facts import Facts, read_facts
@@ -86,10 +87,6 @@ def model_facts(model: ModelConfig) -> Facts | None:
     if folder is None and model.path is not None:
         folder = _cached_hub_folder(model)
     return read_facts(folder) if folder is not None else None
-
-
-def cache_root() -> Path:
-    return Path(os.environ.get("TWINKLE_CACHE") or Path.home() / ".cache" / "twinkle_research").expanduser().resolve()
 
 
 # --- shipped models -------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from twinkle_research.model.facts import weight_files
 from twinkle_research.model.transformers.names import DiskNames
 
 if TYPE_CHECKING:
-    from twinkle_research.model.layout import Layout
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from twinkle_research.model.layout import Layout
 
 log = logging.getLogger(__name__)
 

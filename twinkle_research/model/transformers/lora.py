@@ -60,14 +60,14 @@ def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
         raise ConfigError(f"init_lora_weights={config.init_lora_weights!r} is not supported: A is drawn by key and B is 0")
     if config.bias != "none" or config.lora_bias:
         raise ConfigError("a LoRA with trained biases is not supported: bias must be 'none' and lora_bias false")
-    modules = dict(model.named_modules())
+    modules = plain_modules(model)
     for key, wanted in (("target_modules", config.target_modules), ("modules_to_save", config.modules_to_save)):
         for target in [] if wanted is None or isinstance(wanted, str) else sorted(wanted):
             if not any(_matches(name, target) for name in modules):
                 kinds = {name.rpartition(".")[2] for name, m in modules.items() if is_linear(m) or isinstance(m, nn.Embedding)}
                 raise ConfigError(f"adapter.{key}: the model has no module named '{target}'; {nearest(target, sorted(kinds))}")
     tied = tied_modules(model)
-    head = next(name for name, module in modules.items() if module is model.get_output_embeddings())
+    head = next(name for name, module in modules.items() if module is plain(model.get_output_embeddings()))
     for name in target_names(model, config):
         module = modules[name]
         if not is_linear(module) and not isinstance(module, nn.Embedding):
@@ -88,10 +88,11 @@ def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Names of the modules that get a LoRA, by PEFT's rules: a regular expression, ``all-linear`` or name endings."""
     wanted = config.target_modules
-    names = [name for name, _ in model.named_modules()]
+    modules = plain_modules(model)
+    names = list(modules)
     if wanted == "all-linear":
-        head = model.get_output_embeddings()
-        return [name for name, module in model.named_modules() if is_linear(module) and module is not head]
+        head = plain(model.get_output_embeddings())
+        return [name for name, module in modules.items() if is_linear(module) and module is not head]
     if isinstance(wanted, str):
         return [name for name in names if re.fullmatch(wanted, name)]
     return [name for name in names if any(_matches(name, target) for target in wanted or ())]
@@ -107,28 +108,62 @@ def is_linear(module: nn.Module) -> bool:
 
 def tied_modules(model: PreTrainedModel) -> set[str]:
     """Names of the input embedding and the output projection where they share one weight, else nothing."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = plain(model.get_input_embeddings()), plain(model.get_output_embeddings())
     if head is None or embedding.weight is not head.weight:
         return set()
-    return {name for name, module in model.named_modules() if module is embedding or module is head}
+    return {name for name, module in plain_modules(model).items() if module is embedding or module is head}
 
 
-def add_lora(model: PreTrainedModel, config: LoraConfig, name: str, seed: int) -> PeftModel:
-    """Injects LoRA layers into ``model``; A is drawn by key, B is 0, so the function does not change yet."""
+def plain(module: nn.Module) -> nn.Module:
+    """The model's own layer, whether or not an adapter was put around it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def plain_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name -> module of the model as it is without its adapters."""
+    found: dict[str, nn.Module] = {}
+    wrapped: list[str] = []
+    for name, module in model.named_modules():
+        if not any(name.startswith(outer) for outer in wrapped):
+            found[name] = plain(module)
+            if found[name] is not module:
+                wrapped.append(f"{name}.")
+    return found
+
+
+def add_lora(model: PreTrainedModel | PeftModel, config: LoraConfig, name: str, seed: int) -> PeftModel:
+    """Injects LoRA layers into ``model``, beside those that it may have; A is drawn by key, B is 0, so the function does not
+    change yet."""
     import warnings
 
-    from peft import get_peft_model
+    from peft import PeftModel, get_peft_model
 
-    check_config(model, config)
-    config.base_model_name_or_path = model.name_or_path or None
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    check_config(base, config)
+    config.base_model_name_or_path = base.name_or_path or None
+    if isinstance(model, PeftModel):
+        _name_targets(base, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's remarks on fan_in_fan_out and tied weights: both are handled
         try:
-            peft_model = get_peft_model(model, config, adapter_name=name)
+            if isinstance(model, PeftModel):
+                model.add_adapter(name, config)
+            peft_model = model if isinstance(model, PeftModel) else get_peft_model(model, config, adapter_name=name)
         except ValueError as error:
             raise ConfigError(f"adapter: {error}") from error
     init_lora(peft_model, name, seed)
     return peft_model
+
+
+def _name_targets(base: PreTrainedModel, config: LoraConfig) -> None:
+    """What "all-linear" means, in names: PEFT would count the layers of other adapters among them."""
+    if config.target_modules == "all-linear":
+        names = set(target_names(base, config))
+        endings = {name.rpartition(".")[2] for name in names}
+        same = {name for name in plain_modules(base) if any(_matches(name, ending) for ending in endings)} == names
+        config.target_modules = endings if same else names
 
 
 @torch.no_grad()
@@ -156,12 +191,13 @@ def disk_name(name: str, adapter: str) -> str:
     """PEFT's name on disk of a parameter of the PeftModel: without the adapter's name and wrappers."""
     key = re.escape(adapter)
     name = re.sub(rf"\.modules_to_save\.{key}\.", ".", name)
+    name = re.sub(rf"\.lora_dropout\.{key}$", ".lora_dropout", name)
     name = re.sub(rf"\.lora_magnitude_vector\.{key}\.weight$", ".lora_magnitude_vector", name)
     return re.sub(rf"\.(lora_[A-Za-z_]+)\.{key}(\.weight)?$", r".\1\2", name)
 
 
 def adapter_parameters(peft_model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
-    """Name on disk -> trained parameter, each once."""
+    """Name on disk -> trained parameter of the active adapter, each once."""
     return {disk_name(name, adapter): p for name, p in peft_model.named_parameters() if p.requires_grad}
 
 

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 class DiskNames:
     """``shapes``: name in memory -> shape of everything that is to be stored.
 
-    ``model=None``: the names in memory are those on disk already (an adapter).
+    ``model=None``: the names in memory are those on disk already (an adapter); so are those of ``others``.
     """
 
-    def __init__(self, model: PreTrainedModel | None, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self, model: PreTrainedModel | None, shapes: Mapping[str, torch.Size], others: Mapping[str, torch.Size] | None = None
+    ) -> None:
         self._model = model
         self._shapes = dict(shapes)
         metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -35,10 +37,14 @@ class DiskNames:
         else:
             self._groups = self._find_groups(metas)
             self._disk = [self._revert({name: metas[name] for name in group}) for group in self._groups]
+        for name, shape in (others or {}).items():
+            self._groups.append([name])
+            self._disk.append({name: torch.empty(shape, device="meta")})
+            self._shapes[name] = shape
         self._group_of = {name: i for i, group in enumerate(self._groups) for name in group}
         # In memory and on disk the same tensor under another name: nothing to compute.
         self._is_rename = [
-            len(group) == 1 and len(disk) == 1 and next(iter(disk.values())) is metas[group[0]]
+            len(group) == 1 and len(disk) == 1 and next(iter(disk.values())) is metas.get(group[0], next(iter(disk.values())))
             for group, disk in zip(self._groups, self._disk, strict=True)
         ]
 

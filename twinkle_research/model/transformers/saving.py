@@ -23,26 +23,32 @@ class SavingMixin:
 
     if TYPE_CHECKING:
         runtime: Runtime
-        adapter_name: str | None
         layout: dict[str, Any]
 
         def training_state(self, adapter_name: str | None = None) -> TrainingState: ...
 
-    def save_state(self, writer: CheckpointWriter, save_optimizer: bool = True) -> dict[str, Any]:
-        return ModelState(self).save(writer, save_optimizer)
+    def save_state(
+        self, writer: CheckpointWriter, save_optimizer: bool = True, adapter_name: str | None = None
+    ) -> dict[str, Any]:
+        return ModelState(self, adapter_name).save(writer, save_optimizer)
 
-    def load_state(self, reader: CheckpointReader, state: dict[str, Any] | None, load_optimizer: bool = True) -> None:
-        ModelState(self).load(reader, state, load_optimizer)
+    def load_state(
+        self,
+        reader: CheckpointReader,
+        state: dict[str, Any] | None,
+        load_optimizer: bool = True,
+        adapter_name: str | None = None,
+    ) -> None:
+        ModelState(self, adapter_name).load(reader, state, load_optimizer)
 
-    def load_adapter_weights(self, folder: str | Path) -> None:
+    def load_adapter_weights(self, folder: str | Path, adapter_name: str | None = None) -> None:
         """Weights of a PEFT folder, into the adapter that was added from its config."""
-        ModelState(self).load_weights(TensorFolder(folder, "adapter_model", follow_links=True))
+        ModelState(self, adapter_name).load_weights(TensorFolder(folder, "adapter_model", follow_links=True))
 
     def get_state_dict(self, adapter_name: str | None = None) -> dict[str, Tensor]:
         """Copies of the trainable tensors, whole, under the names that they have on disk. Collective."""
-        self.training_state(adapter_name)
-        state = ModelState(self)
-        trained = self.training_state().parameters
+        state = ModelState(self, adapter_name)
+        trained = {name: p for name, p in self.training_state(adapter_name).parameters.items() if name in state.weights}
         return {name: tensor.clone() for name, tensor in state.names.to_disk(state.whole_weight, trained)}
 
     def save(
@@ -67,7 +73,7 @@ class SavingMixin:
             is_writer=self.runtime.is_main,
         )
         with writer:
-            state = self.save_state(writer, save_optimizer)
+            state = self.save_state(writer, save_optimizer, adapter_name)
             progress = {"step": step, "consumed_train_samples": consumed_train_samples}
             writer.add_json(TRAINER_STATE, progress | {"model": state})
         self.runtime.barrier()
@@ -86,7 +92,7 @@ class SavingMixin:
         reader = CheckpointReader(_path(checkpoint_dir))
         reader.verify()
         progress = reader.json(TRAINER_STATE)
-        self.load_state(reader, progress["model"], load_optimizer=not resume_only_model)
+        self.load_state(reader, progress["model"], not resume_only_model, adapter_name)
         return {
             "cur_step": training.cur_step,
             "consumed_train_samples": progress["consumed_train_samples"],

@@ -17,31 +17,39 @@ from twinkle_research.errors import CheckpointError
 from twinkle_research.model.layout import Layout
 from twinkle_research.model.transformers.lora import config_json, tied_names
 from twinkle_research.model.transformers.names import DiskNames
+from twinkle_research.model.transformers.value_head import PREFIX
 
 if TYPE_CHECKING:
     from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
     from twinkle_research.model.training import TrainingState
+    from twinkle_research.model.transformers.compute import Trained
     from twinkle_research.model.transformers.model import TransformersModel
 
 SLOT_ORDER = ("master", "exp_avg", "exp_avg_sq", "momentum")
 
 
 class ModelState:
-    """What a model stores: the adapter where there is one, else all weights and persistent buffers."""
+    """What a model stores of one thing that it trains: the adapter, or else all weights and persistent buffers; with them
+    the value head and the copy that a reference holds."""
 
-    def __init__(self, model: TransformersModel) -> None:
+    def __init__(self, model: TransformersModel, adapter_name: str | None = None) -> None:
         self._model = model
-        self._training: TrainingState = model.training_state()
+        self._run: Trained = model.trained(adapter_name)
+        self._training: TrainingState = self._run.training
         self._layout: Layout = self._training.layout
-        self.folder, self.stem = ("adapter", "adapter_model") if model.adapter_name else ("model", "model")
-        if model.adapter_name:
-            self.weights: dict[str, Tensor] = dict(self._training.parameters)
-            self.aliases = tied_names(model.module, model.adapter_name)
-            self.names = DiskNames(None, self._shapes())
+        policy = {name: p for name, p in self._training.parameters.items() if not name.startswith(PREFIX)}
+        self._critic = {name: p for name, p in self._training.parameters.items() if name.startswith(PREFIX)}
+        critic = {name: p.shape for name, p in self._critic.items()}
+        if self._run.name:
+            self.folder, self.stem = "adapter", "adapter_model"
+            self.weights: dict[str, Tensor] = policy
+            self.aliases = tied_names(model.module, self._run.name)
+            self.names = DiskNames(None, self._shapes(), critic)
         else:
-            self.weights = self._training.parameters | _buffers(model.module)
+            self.folder, self.stem = "model", "model"
+            self.weights = policy | _buffers(model.module)
             self.aliases = {}
-            self.names = DiskNames(model.module, self._shapes())
+            self.names = DiskNames(model.module, self._shapes(), critic)
 
     def _shapes(self) -> dict[str, torch.Size]:
         return {name: self._layout.shape(name, tensor) for name, tensor in self.weights.items()}
@@ -50,15 +58,20 @@ class ModelState:
 
     def save(self, writer: CheckpointWriter, save_optimizer: bool) -> dict[str, Any]:
         """Collective. Returns the JSON-able rest."""
-        training = self._training
+        training, reference = self._training, self._run.reference
         self.write_weights(writer)
+        if self._critic:
+            self._add(writer, "critic", "value_head", [("", self._critic)])
+        if reference is not None and reference.copy:
+            self._add(writer, "reference", "reference", [("", reference.copy)])
         if save_optimizer:
             training.consolidate_window()
             self._write_optimizer(writer)
             if training.window.has_gradients:
                 self._add(writer, "window", "gradients", [("grad", training.gradients.tensors())])
         return training.state() | {
-            "adapter": self._model.adapter_name,
+            "adapter": self._run.name or None,
+            "reference": reference.kind if reference else None,
             "optimizer": training.optimizer.spec.describe() if save_optimizer and training.optimizer else None,
             "scheduler": training.schedule.describe(),
         }
@@ -72,9 +85,9 @@ class ModelState:
             yield from self.names.to_disk(self.whole_weight, self.weights)
             yield from ((name, tensor.detach()) for name, tensor in aliases.items())
 
-        if self._model.adapter_name:
+        if self._run.name:
             writer.add_tensors(self.folder, specs, stream(), stem=self.stem, max_shard_bytes=None)
-            writer.add_json("adapter/adapter_config.json", config_json(self._model.module.peft_config[self._model.adapter_name]))
+            writer.add_json("adapter/adapter_config.json", config_json(self._model.module.peft_config[self._run.name]))
         else:
             writer.add_tensors(self.folder, specs, stream(), stem=self.stem)
             writer.add_files(self.folder, self._write_configs)
@@ -91,8 +104,8 @@ class ModelState:
         module.config.save_pretrained(folder)
         if module.generation_config is not None:
             module.generation_config.save_pretrained(folder)
-        if self._model.template is not None:
-            self._model.template.tokenizer.save_pretrained(folder)
+        if self._run.template is not None:
+            self._run.template.tokenizer.save_pretrained(folder)
 
     def _write_optimizer(self, writer: CheckpointWriter) -> None:
         optimizer = self._training.optimizer
@@ -106,14 +119,15 @@ class ModelState:
 
     def _add(self, writer: CheckpointWriter, folder: str, stem: str, parts: list[tuple[str, Mapping[str, Tensor]]]) -> None:
         """Tensors by name in memory, each part under its own suffix."""
+        parts = [(f".{suffix}" if suffix else "", tensors) for suffix, tensors in parts]
         specs: list[TensorSpec] = []
         for suffix, tensors in parts:
-            specs += self.names.specs({name: tensor.dtype for name, tensor in tensors.items()}, f".{suffix}")
+            specs += self.names.specs({name: tensor.dtype for name, tensor in tensors.items()}, suffix)
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for suffix, tensors in parts:
                 for name, tensor in self.names.to_disk(lambda n, own=tensors: self._layout.whole(n, own[n]), tensors):
-                    yield f"{name}.{suffix}", tensor
+                    yield name + suffix, tensor
 
         writer.add_tensors(folder, specs, stream(), stem=stem)
 
@@ -123,9 +137,10 @@ class ModelState:
         if not reader.has(self.folder):
             held = " and ".join(name for name in ("model", "adapter") if reader.has(name)) or "no weights"
             raise CheckpointError(
-                f"{reader.path} holds {held}, but this run trains {'an adapter' if self._model.adapter_name else 'the model'}"
+                f"{reader.path} holds {held}, but this run trains {'an adapter' if self._run.name else 'the model'}"
             )
         self.load_weights(reader.tensors(self.folder, self.stem))
+        self._load_companions(reader, state)
         training = self._training
         if not load_optimizer:
             if training.optimizer is not None:
@@ -144,9 +159,27 @@ class ModelState:
                     training.gradients.add_(name, gradient)
 
     @torch.no_grad()
+    def _load_companions(self, reader: CheckpointReader, state: Mapping[str, Any] | None) -> None:
+        """The value head, where there is one; and the reference as it was, where ``state`` says that there was one."""
+        for part, stem, wanted in (("critic", "value_head", self._critic), ("reference", "reference", self._copy_of(state))):
+            if bool(wanted) != reader.has(part):
+                has, needs = ("no", "one") if wanted else ("a", "none")
+                raise CheckpointError(f"{reader.path} holds {has} {part}, but this run needs {needs}")
+            if wanted:
+                for name, tensor in self.names.parts_from_disk(reader.tensors(part, stem), wanted, self._layout.rows):
+                    wanted[name].copy_(tensor)
+
+    def _copy_of(self, state: Mapping[str, Any] | None) -> dict[str, Tensor]:
+        kind = state.get("reference") if state else None
+        if kind is None:
+            return {}
+        self._model.set_reference(kind, self._run.name)
+        return self._run.reference.copy
+
+    @torch.no_grad()
     def load_weights(self, tensors: TensorFolder) -> None:
         """Raises CheckpointError for a missing or an unknown tensor; nothing is loaded then."""
-        expected = set(self.names.disk_names)
+        expected = {on_disk for name in self.weights for on_disk in self.names.of(name)}
         for missing in sorted(expected - set(tensors)):
             raise CheckpointError(f"{tensors.path}: tensor {missing} is missing")
         for extra in sorted(set(tensors) - expected - set(self.aliases)):

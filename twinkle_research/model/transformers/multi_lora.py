@@ -1,0 +1,68 @@
+"""Several adapters on one base model, each trained as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from twinkle_research.checkpoint.format import safe_name
+from twinkle_research.errors import ConfigError, UserError
+from twinkle_research.model.training import TrainingState
+from twinkle_research.model.transformers import lora
+from twinkle_research.model.transformers.compute import Trained
+from twinkle_research.model.transformers.model import TransformersModel
+
+
+class MultiLoraTransformersModel(TransformersModel):
+    """A base model whose weights never change, and adapters on it that share nothing else: each has its own rank and
+    targets, optimizer, schedule, loss, processor, template, metrics and accumulation window.
+
+    Calls for different adapters may come in any order. What an adapter becomes is bit for bit what it would become in a
+    TransformersModel of its own: its initial values and dropout masks depend on the seed, not on its name or company.
+    """
+
+    def __init__(self, model_id: str | Path, **options: Any) -> None:
+        super().__init__(model_id, **options)
+        self._runs.clear()
+        self._active: str | None = None
+        self._shard(trained=False)
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self._runs)
+
+    def add_adapter_to_model(self, adapter_name: str, config_or_dir: Any, gradient_accumulation_steps: int = 1) -> None:
+        """``config_or_dir``: a peft LoraConfig, our LoraAdapterConfig, or a PEFT folder to start from."""
+        safe_name(adapter_name)
+        if adapter_name in self._runs:
+            raise UserError(f"there is an adapter {adapter_name!r} already; remove_adapter releases it")
+        config = lora.lora_config(config_or_dir)
+        if config.modules_to_save:
+            raise ConfigError("modules_to_save is not supported beside other adapters: it replaces modules that they share")
+        self._inject(config, adapter_name)
+        self._active = adapter_name
+        run = Trained(adapter_name)
+        self._begin(run, gradient_accumulation_steps)
+        self._runs[adapter_name] = run
+        if isinstance(config_or_dir, (str, Path)):
+            self.load_adapter_weights(config_or_dir, adapter_name)
+
+    def remove_adapter(self, adapter_name: str) -> None:
+        """Releases the adapter with its optimizer, gradients and window. Its name may then be used again."""
+        run = self.trained(adapter_name)
+        run.training.gradients.close()
+        del self._runs[run.name]
+        self._active = None
+        if self._runs:
+            self._activate(next(iter(self._runs.values())))  # PEFT cannot delete the active one without a word
+            self.module.delete_adapter(run.name)
+        else:
+            self.module = self._compute.scorer.module = self.module.unload()
+
+    def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
+        raise UserError("the base of several adapters is not trained: add_adapter_to_model, or take a TransformersModel")
+
+    def _activate(self, run: Trained) -> None:
+        if self._active != run.name:
+            self.module.set_adapter(run.name)
+            self._active = run.name
