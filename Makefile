@@ -61,6 +61,7 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/config_startup.py
 	$(BIN)/python benchmarks/sft_step.py
+	$(BIN)/python benchmarks/packing.py
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov build dist *.egg-info

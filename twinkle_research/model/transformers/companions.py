@@ -34,7 +34,8 @@ class CompanionsMixin:
         run = self.trained(adapter_name)
         if run.value_head is not None:
             raise UserError("there is a value head already")
-        head = ValueHead(self.module.config.get_text_config().hidden_size, self.device, detach)
+        width = self.module.get_output_embeddings().weight.shape[1]  # of the states that enter the vocabulary projection
+        head = ValueHead(width, self.device, detach)
         run.training.add_parameters(head.named())
         run.value_head = head
 

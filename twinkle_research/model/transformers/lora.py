@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twinkle_research.errors import CheckpointError, ConfigError, nearest
+from twinkle_research.errors import CheckpointError, ConfigError, UserError, nearest
 from twinkle_research.model.config import LoraAdapterConfig
 from twinkle_research.randomness import derive_seed
 
@@ -22,6 +22,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "base_model.model."  # of every PEFT tensor name
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")  # of a folder in checkpoints, and of torch modules, which take no dots
+_TAKEN = frozenset(dir(nn.ModuleDict()))  # PEFT keeps an adapter's layers in one, under the adapter's name
+
+
+def check_name(adapter_name: str) -> None:
+    """Raises ValueError for an empty name, UserError for one that cannot be used."""
+    if not adapter_name:
+        raise ValueError("adapter_name is empty")
+    if not _NAME.fullmatch(adapter_name) or adapter_name in _TAKEN:
+        raise UserError(
+            f"adapter name {adapter_name!r} is refused: expected 1 to 128 letters, digits, '_' or '-', starting with a letter or "
+            "digit, and not an attribute of torch's ModuleDict (such as 'keys')"
+        )
 
 
 def lora_config(config: LoraAdapterConfig | LoraConfig | str | Path) -> LoraConfig:
@@ -143,8 +158,6 @@ def add_lora(model: PreTrainedModel | PeftModel, config: LoraConfig, name: str, 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     check_config(base, config)
     config.base_model_name_or_path = base.name_or_path or None
-    if isinstance(model, PeftModel):
-        _name_targets(base, config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's remarks on fan_in_fan_out and tied weights: both are handled
         try:
@@ -157,21 +170,14 @@ def add_lora(model: PreTrainedModel | PeftModel, config: LoraConfig, name: str, 
     return peft_model
 
 
-def _name_targets(base: PreTrainedModel, config: LoraConfig) -> None:
-    """What "all-linear" means, in names: PEFT would count the layers of other adapters among them."""
-    if config.target_modules == "all-linear":
-        names = set(target_names(base, config))
-        endings = {name.rpartition(".")[2] for name in names}
-        same = {name for name in plain_modules(base) if any(_matches(name, ending) for ending in endings)} == names
-        config.target_modules = endings if same else names
-
-
 @torch.no_grad()
 def init_lora(peft_model: PeftModel, adapter: str, seed: int) -> None:
     """PEFT's initial distributions, drawn by parameter name: A uniform within 1 / sqrt(inputs) of 0, B zero; for an
     embedding A zero and B standard normal."""
+    own = re.compile(rf"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B)\.{re.escape(adapter)}(\.weight)?$")
     for name, parameter in peft_model.named_parameters():
-        kind = next((k for k in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B") if f".{k}.{adapter}" in name), None)
+        found = own.search(name)
+        kind = found and found[1]
         if kind in ("lora_B", "lora_embedding_A"):
             parameter.zero_()
         elif kind is not None:
@@ -244,9 +250,9 @@ def head_terms(head: nn.Module, hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Ten
         active = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapter]
         return hidden_BTD, active.weight, active.bias
     base = head.get_base_layer()
-    if head.disable_adapters:
-        return hidden_BTD, base.weight, base.bias
     (adapter,) = head.active_adapters
+    if head.disable_adapters or adapter not in head.lora_A:  # another adapter may be here
+        return hidden_BTD, base.weight, base.bias
     a, b = head.lora_A[adapter], head.lora_B[adapter]
     low = a(head.lora_dropout[adapter](hidden_BTD.to(a.weight.dtype))) * head.scaling[adapter]
     hidden = torch.cat([hidden_BTD, low.to(hidden_BTD.dtype)], dim=-1)
@@ -258,7 +264,7 @@ def merged_weights(peft_model: PeftModel, adapter: str) -> Iterator[tuple[str, T
     from peft.tuners.lora import LoraLayer
 
     base = peft_model.get_base_model()
-    layers = {f"{name}.base_layer.weight": m for name, m in base.named_modules() if isinstance(m, LoraLayer)}
+    layers = {f"{name}.base_layer.weight": m for name, m in base.named_modules() if isinstance(m, LoraLayer) and adapter in m.r}
     for name, parameter in base.named_parameters():
         if ".lora_" in name or ".original_module." in name:
             continue

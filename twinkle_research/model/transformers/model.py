@@ -142,8 +142,9 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         if not adapter_name and len(self._runs) == 1:
             return next(iter(self._runs.values()))
         if not adapter_name:
-            held = f"which adapter? The model has {', '.join(self._runs)}" if self._runs else "the model has no adapter yet"
-            raise UserError(f"{held}: give adapter_name")
+            if not self._runs:
+                raise UserError("the model has no adapter yet: call add_adapter_to_model first")
+            raise UserError(f"which adapter? The model has {', '.join(self._runs)}: give adapter_name")
         if adapter_name not in self._runs:
             known = [name for name in self._runs if name]
             raise UserError(f"no adapter {adapter_name!r}; {nearest(adapter_name, known) if known else 'the model has none'}")
@@ -189,8 +190,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         """``config_or_dir``: a peft LoraConfig, our LoraAdapterConfig, or a PEFT folder to start from."""
         if "" not in self._runs or self._runs[""].training is not None:
             raise UserError("add_adapter_to_model must come first and once: one adapter at a time")
-        if not adapter_name:
-            raise ValueError("adapter_name is empty")
+        lora.check_name(adapter_name)
         config = lora.lora_config(config_or_dir)
         self._shard(trained=False)
         run = self._runs[""]
@@ -286,12 +286,13 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
     ) -> Result:
         run, compute = self.trained(adapter_name), self._compute
         self._set_mode(training=False)
-        done = []
+        first, done = run.first_sample, []
         with torch.no_grad(), self._without_lora(run) if disable_lora else nullcontext():
             for item in compute.passes(run, inputs, loss_inputs):
                 compute.score(run, item, run.loss, None)
                 compute.add_loss(run, item, 1.0)
                 done.append(item)
+        run.first_sample = first  # scoring in between does not change the dropout masks of the step
         return compute.finish(run, done, 1.0, False, is_training=False)
 
     def forward(self, inputs: Sequence[InputFeature], adapter_name: str | None = None, **kwargs: Any) -> Result:
@@ -306,6 +307,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
 
     def backward(self, adapter_name: str | None = None) -> None:
         """Adds the gradient of the last ``calculate_loss``, as a sum that the optimizer step will divide."""
+        self._set_mode(training=True)  # gradient checkpointing runs the forward pass again
         self._compute_of(adapter_name).backward_all(self.trained(adapter_name))
 
     def clip_grad_norm(self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from twinkle_research.checkpoint.format import safe_name
 from twinkle_research.errors import ConfigError, UserError
 from twinkle_research.model.training import TrainingState
 from twinkle_research.model.transformers import lora
@@ -32,8 +31,9 @@ class MultiLoraTransformersModel(TransformersModel):
         return list(self._runs)
 
     def add_adapter_to_model(self, adapter_name: str, config_or_dir: Any, gradient_accumulation_steps: int = 1) -> None:
-        """``config_or_dir``: a peft LoraConfig, our LoraAdapterConfig, or a PEFT folder to start from."""
-        safe_name(adapter_name)
+        """``config_or_dir``: a peft LoraConfig, our LoraAdapterConfig, or a PEFT folder to start from. Where it is refused
+        the model stays as it was."""
+        lora.check_name(adapter_name)
         if adapter_name in self._runs:
             raise UserError(f"there is an adapter {adapter_name!r} already; remove_adapter releases it")
         config = lora.lora_config(config_or_dir)
@@ -41,16 +41,22 @@ class MultiLoraTransformersModel(TransformersModel):
             raise ConfigError("modules_to_save is not supported beside other adapters: it replaces modules that they share")
         self._inject(config, adapter_name)
         self._active = adapter_name
-        run = Trained(adapter_name)
-        self._begin(run, gradient_accumulation_steps)
-        self._runs[adapter_name] = run
-        if isinstance(config_or_dir, (str, Path)):
-            self.load_adapter_weights(config_or_dir, adapter_name)
+        run = self._runs[adapter_name] = Trained(adapter_name)
+        try:
+            self._begin(run, gradient_accumulation_steps)
+            if isinstance(config_or_dir, (str, Path)):
+                self.load_adapter_weights(config_or_dir, adapter_name)
+        except BaseException:
+            self._release(run)
+            raise
 
     def remove_adapter(self, adapter_name: str) -> None:
         """Releases the adapter with its optimizer, gradients and window. Its name may then be used again."""
         run = self.trained(adapter_name)
         run.training.gradients.close()
+        self._release(run)
+
+    def _release(self, run: Trained) -> None:
         del self._runs[run.name]
         self._active = None
         if self._runs:

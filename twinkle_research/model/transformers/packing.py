@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from twinkle_research.data_format import InputFeature
-from twinkle_research.dataset.order import keyed_permutation
 from twinkle_research.errors import ConfigError
 from twinkle_research.processor.base import InputProcessor
+from twinkle_research.randomness import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,7 +51,6 @@ def check_packing(compute: Compute, trained: Trained, config: PretrainedConfig, 
 
 
 def _document(number: int, length: int, vocabulary: int) -> InputFeature:
-    """Each its own tokens, so that what leaks shows."""
-    ids = [int(i) for i in keyed_permutation(vocabulary, 0, "packing", number)[:length]]
-    ids = (ids * length)[:length]
+    draws = np.random.PCG64(derive_seed(0, "packing", number)).random_raw(length)
+    ids = [int(i) for i in draws % vocabulary]
     return {"input_ids": ids, "labels": [*ids[1:], ids[0]], "sample_index": number, "row": f"document {number}"}

@@ -5,7 +5,7 @@ Under any layout a rank holds its own part of what it stores, and beside it no m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,9 @@ SLOT_ORDER = ("master", "exp_avg", "exp_avg_sq", "momentum")
 
 class ModelState:
     """What a model stores of one thing that it trains: the adapter, or else all weights and persistent buffers; with them
-    the value head and the copy that a reference holds."""
+    the value head and the copy that a reference holds. ``among_others``: in a checkpoint of several adapters."""
 
-    def __init__(self, model: TransformersModel, adapter_name: str | None = None) -> None:
+    def __init__(self, model: TransformersModel, adapter_name: str | None = None, among_others: bool = False) -> None:
         self._model = model
         self._run: Trained = model.trained(adapter_name)
         self._training: TrainingState = self._run.training
@@ -40,8 +40,9 @@ class ModelState:
         policy = {name: p for name, p in self._training.parameters.items() if not name.startswith(PREFIX)}
         self._critic = {name: p for name, p in self._training.parameters.items() if name.startswith(PREFIX)}
         critic = {name: p.shape for name, p in self._critic.items()}
+        self._inside = f"/{self._run.name}" if among_others else ""
         if self._run.name:
-            self.folder, self.stem = "adapter", "adapter_model"
+            self.folder, self.stem = f"adapters{self._inside}" if among_others else "adapter", "adapter_model"
             self.weights: dict[str, Tensor] = policy
             self.aliases = tied_names(model.module, self._run.name)
             self.names = DiskNames(None, self._shapes(), critic)
@@ -63,7 +64,7 @@ class ModelState:
         if self._critic:
             self._add(writer, "critic", "value_head", [("", self._critic)])
         if reference is not None and reference.copy:
-            self._add(writer, "reference", "reference", [("", reference.copy)])
+            self._add(writer, "reference", "reference", [("", reference.stored())])
         if save_optimizer:
             training.consolidate_window()
             self._write_optimizer(writer)
@@ -87,7 +88,7 @@ class ModelState:
 
         if self._run.name:
             writer.add_tensors(self.folder, specs, stream(), stem=self.stem, max_shard_bytes=None)
-            writer.add_json("adapter/adapter_config.json", config_json(self._model.module.peft_config[self._run.name]))
+            writer.add_json(f"{self.folder}/adapter_config.json", config_json(self._model.module.peft_config[self._run.name]))
         else:
             writer.add_tensors(self.folder, specs, stream(), stem=self.stem)
             writer.add_files(self.folder, self._write_configs)
@@ -129,7 +130,7 @@ class ModelState:
                 for name, tensor in self.names.to_disk(lambda n, own=tensors: self._layout.whole(n, own[n]), tensors):
                     yield name + suffix, tensor
 
-        writer.add_tensors(folder, specs, stream(), stem=stem)
+        writer.add_tensors(folder + self._inside, specs, stream(), stem=stem)
 
     # --- loading ------------------------------------------------------------------------------------------------
 
@@ -139,8 +140,9 @@ class ModelState:
             raise CheckpointError(
                 f"{reader.path} holds {held}, but this run trains {'an adapter' if self._run.name else 'the model'}"
             )
+        self._check_companions(reader, state if load_optimizer else None)
         self.load_weights(reader.tensors(self.folder, self.stem))
-        self._load_companions(reader, state)
+        self._load_part(reader, "critic", "value_head", self._critic, lambda name, part: self._critic[name].copy_(part))
         training = self._training
         if not load_optimizer:
             if training.optimizer is not None:
@@ -152,29 +154,35 @@ class ModelState:
             raise CheckpointError(f"{reader.path} was saved without optimizer state: only its weights can be loaded")
         self._load_optimizer(reader, int(state["optimizer_steps"]))
         training.load(state)
+        if self._run.reference is not None:
+            self._load_part(reader, "reference", "reference", self._run.reference.copy, self._run.reference.load)
         if training.window.has_gradients:
-            tensors = reader.tensors("window", "gradients")
+            tensors = reader.tensors(f"window{self._inside}", "gradients")
             for name, gradient in self.names.parts_from_disk(tensors, training.parameters, self._layout.rows, ".grad"):
                 if training.runtime.is_main or self._layout.is_sharded(name):
                     training.gradients.add_(name, gradient)
 
-    @torch.no_grad()
-    def _load_companions(self, reader: CheckpointReader, state: Mapping[str, Any] | None) -> None:
-        """The value head, where there is one; and the reference as it was, where ``state`` says that there was one."""
-        for part, stem, wanted in (("critic", "value_head", self._critic), ("reference", "reference", self._copy_of(state))):
-            if bool(wanted) != reader.has(part):
-                has, needs = ("no", "one") if wanted else ("a", "none")
-                raise CheckpointError(f"{reader.path} holds {has} {part}, but this run needs {needs}")
-            if wanted:
-                for name, tensor in self.names.parts_from_disk(reader.tensors(part, stem), wanted, self._layout.rows):
-                    wanted[name].copy_(tensor)
+    def _check_companions(self, reader: CheckpointReader, state: Mapping[str, Any] | None) -> None:
+        """``state``: None where only weights are loaded; a reference then stays what it is."""
+        if bool(self._critic) != reader.has(f"critic{self._inside}"):
+            has, wants = ("no", "one: train from its weights alone, or leave add_value_head out") if self._critic else ("a", "none")
+            raise CheckpointError(f"{reader.path} holds {has} value head, but this run has {wants}")
+        if state is None:
+            return
+        stored, reference = state["reference"], self._run.reference
+        if reference is None and stored is not None:
+            self._model.set_reference(stored, self._run.name)
+        elif reference is not None and reference.kind != stored:
+            raise CheckpointError(f"{reader.path} holds the reference {stored or 'none'!r}, but this run has {reference.kind!r}")
 
-    def _copy_of(self, state: Mapping[str, Any] | None) -> dict[str, Tensor]:
-        kind = state.get("reference") if state else None
-        if kind is None:
-            return {}
-        self._model.set_reference(kind, self._run.name)
-        return self._run.reference.copy
+    @torch.no_grad()
+    def _load_part(
+        self, reader: CheckpointReader, folder: str, stem: str, wanted: Mapping[str, Tensor], put: Callable[[str, Tensor], Any]
+    ) -> None:
+        if wanted:
+            tensors = reader.tensors(folder + self._inside, stem)
+            for name, part in self.names.parts_from_disk(tensors, wanted, self._layout.rows):
+                put(name, part)
 
     @torch.no_grad()
     def load_weights(self, tensors: TensorFolder) -> None:
@@ -190,12 +198,13 @@ class ModelState:
 
     def _load_optimizer(self, reader: CheckpointReader, steps_done: int) -> None:
         optimizer = self._training.optimizer
-        tensors = reader.tensors("optimizer", "optimizer") if reader.has("optimizer") else {}
+        folder = f"optimizer{self._inside}"
+        tensors = reader.tensors(folder, "optimizer") if reader.has(folder) else {}
         known = {
             f"{on_disk}.{slot}" for name in self._training.parameters for on_disk in self.names.of(name) for slot in SLOT_ORDER
         }
         for extra in sorted(set(tensors) - known):
-            raise CheckpointError(f"{reader.path}/optimizer: tensor {extra} belongs to nothing that this run trains")
+            raise CheckpointError(f"{reader.path}/{folder}: tensor {extra} belongs to nothing that this run trains")
         slots = {
             name: [slot for slot in SLOT_ORDER if all(f"{part}.{slot}" in tensors for part in self.names.of(name))]
             for name in self._training.parameters
