@@ -1,10 +1,6 @@
-"""One rank of the tests of two processes, ddp and fsdp2; the test itself runs the same scenarios in one process.
-
-usage: data_parallel_worker.py RANK PORT MODEL_FOLDER OUT_FOLDER
-"""
+"""One rank of the tests of two processes, ddp and fsdp2 (see ranks.py); the test itself runs the same scenarios in one."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -43,7 +39,7 @@ SCENARIOS = {
 
 def build(
     folder, runtime, sharding="auto", lora=False, by_hand=False, normalization="token", dtype="float32", micro=2,
-    accumulation=2, checkpointing=False,
+    accumulation=2, checkpointing=False, packing=False,
 ):  # fmt: skip
     model = TransformersModel(
         folder, dtype=dtype, seed=4, runtime=runtime, sharding=sharding, gradient_checkpointing=checkpointing
@@ -53,7 +49,8 @@ def build(
         model.add_adapter_to_model("default", LoraAdapterConfig(r=4, dropout=0.25), gradient_accumulation_steps=window)
     else:
         model.start_training(window)
-    model.set_processor("InputProcessor", micro_batch_size=micro)
+    cut = {"packing": True, "micro_batch_tokens": 24} if packing else {"micro_batch_size": micro}
+    model.set_processor("InputProcessor", **cut)
     model.set_loss("CrossEntropyLoss", normalization=normalization)
     model.set_optimizer("AdamW", lr=1e-2, eps=1e-3)
     return model
@@ -92,7 +89,7 @@ def open_window(folder, runtime, sharding, out):
     for rows in SCENARIOS["full"][1][:2]:
         model.forward_backward(share(model, rows))
         model.clip_grad_and_step()
-    model.save(f"window-{sharding}", str(out), save_optimizer=True)
+    model.save(f"window-{sharding}", out, save_optimizer=True)
     return model
 
 
@@ -118,24 +115,12 @@ def non_finite(folder, runtime, sharding):
     return {}
 
 
-def main() -> None:
-    from twinkle_research.distributed.env import WorldInfo
-    from twinkle_research.model.config import Device
-    from twinkle_research.trainer.config import LaunchConfig
-
-    rank, port, folder, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    launch = LaunchConfig(timeout_minutes=1.0)
-    runtime = Runtime.start(launch, Device.cpu, WorldInfo("torchrun", rank, rank, 2, 2, "127.0.0.1", port))
+def main(runtime: Runtime, folder: str, out: str) -> None:
     for sharding in SHARDINGS:
         for name, (weights, metrics) in run(folder, runtime, sharding).items():
-            save_file(weights, out / f"{sharding}-{name}-{rank}.safetensors")
-            (out / f"{sharding}-{name}-{rank}.json").write_text(json.dumps(metrics))
-        save_file(finish(open_window(folder, runtime, sharding, out)), out / f"{sharding}-window-{rank}.safetensors")
-        (out / f"{sharding}-non_finite-{rank}.json").write_text(json.dumps(non_finite(folder, runtime, sharding)))
-    runtime.barrier()
-    runtime.close()
-
-
-if __name__ == "__main__":
-    main()
+            save_file(weights, Path(out, f"{sharding}-{name}-{runtime.rank}.safetensors"))
+            Path(out, f"{sharding}-{name}-{runtime.rank}.json").write_text(json.dumps(metrics))
+        window = finish(open_window(folder, runtime, sharding, out))
+        save_file(window, Path(out, f"{sharding}-window-{runtime.rank}.safetensors"))
+        found = non_finite(folder, runtime, sharding)
+        Path(out, f"{sharding}-non_finite-{runtime.rank}.json").write_text(json.dumps(found))

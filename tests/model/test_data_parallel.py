@@ -1,14 +1,10 @@
 """Two real gloo processes train like one (S01c, S29). They are started once for all scenarios."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import data_parallel_worker as worker
 import pytest
+from ranks import launch
 from safetensors.torch import load_file
 from tiny_models import relative_distance
 
@@ -19,26 +15,7 @@ from twinkle_research.model.training import TrainingState
 @pytest.fixture(scope="module")
 def two_processes(tiny_llama, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    paths = [str(Path(worker.__file__).parent), str(Path(__file__).parents[2])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, worker.__file__, str(rank), port, str(tiny_llama), str(out)],
-            env=env,
-            text=True,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=150)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+    launch("data_parallel_worker", tiny_llama, out)
     return out
 
 

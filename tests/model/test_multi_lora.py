@@ -1,14 +1,16 @@
 """Adapters on one base do not notice each other: each becomes bit for bit what it becomes alone."""
 
 import gc
+import json
 import weakref
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from tiny_models import make_rows
-from transformers import AutoModelForCausalLM
+from tiny_models import VOCABULARY, make_rows
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
 from twinkle_research.errors import CheckpointError, ConfigError, UserError
 from twinkle_research.model import MultiLoraTransformersModel, TransformersModel
 
@@ -25,6 +27,18 @@ OPTIMIZERS = {
     "dora": ("AdamW", {"lr": 1e-2, "eps": 1e-3}),
 }
 STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untied")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def prepare(model, name, own, window):
@@ -101,6 +115,60 @@ def test_parts_of_calls_interleaved(tiny_llama):
         assert all(torch.equal(weights[key], tensor) for key, tensor in model.get_state_dict(name).items())
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_scoring_between_forward_and_backward(tiny_llama, checkpointing):
+    """With another adapter, with the base or in the mode without dropout: the gradient is that of the forward pass."""
+    models = [MultiLoraTransformersModel(tiny_llama, seed=3, gradient_checkpointing=checkpointing) for _ in range(2)]
+    for model in models:
+        for name in ("b", "c"):
+            prepare(model, name, name, 1)
+        rows = [{key: row[key] for key in row if key != "sample_index"} for row in rows_of("b", 0)]  # numbered by the model
+        for part in (rows[:2], rows[2:]):
+            model.forward(part, adapter_name="b")
+            model.calculate_loss(adapter_name="b")
+            if model is models[1]:
+                model.forward_only(rows_of("c", 1), adapter_name="c")
+                model.forward_only(rows_of("b", 1), adapter_name="b", disable_lora=True)
+                model.forward_only(rows_of("b", 1), adapter_name="b")
+            model.backward(adapter_name="b")
+    first, second = (model.training_state("b").gradients.tensors() for model in models)
+    assert all(torch.equal(first[key], second[key]) for key in first) and any(g.norm() > 0 for g in first.values())
+
+
+def test_names_that_begin_alike_and_targets_that_differ(untied, tmp_path):
+    """Adding "a" beside "ab" leaves "ab" alone; one may adapt the projection to the vocabulary and the other not."""
+    configs = {
+        "ab": LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+        "a": LoraConfig(r=2, target_modules=["v_proj"]),
+        "abc": LoraConfig(r=3, target_modules=r".*layers\.1\..*(up|down)_proj", rank_pattern={"up_proj": 2}),
+        "all": LoraConfig(r=2, target_modules="all-linear"),
+    }
+
+    def train(model, name, step):
+        model.forward_backward(rows_of("a", step), adapter_name=name)
+        model.clip_grad_and_step(adapter_name=name)
+
+    model = MultiLoraTransformersModel(untied, seed=3)
+    for name, config in configs.items():
+        model.add_adapter_to_model(name, config)
+        model.set_optimizer("AdamW", lr=1e-2, eps=1e-3, adapter_name=name)
+        train(model, name, 0)
+    for name in reversed(configs):
+        train(model, name, 1)
+    for name, config in configs.items():
+        alone = TransformersModel(untied, seed=3)
+        alone.add_adapter_to_model("default", config)
+        alone.set_optimizer("AdamW", lr=1e-2, eps=1e-3)
+        for step in range(2):
+            train(alone, "default", step)
+        weights = alone.get_state_dict()
+        assert all(torch.equal(weights[key], tensor) for key, tensor in model.get_state_dict(name).items()), name
+        assert alone.forward_only(make_rows(2)).result == model.forward_only(make_rows(2), adapter_name=name).result
+        assert alone.get_train_configs().adapter == model.get_train_configs(name).adapter
+        merged = dict(alone.named_weights())
+        assert all(torch.equal(merged.pop(key), tensor) for key, tensor in model.named_weights(name)) and not merged
+
+
 def test_the_base_is_what_it_was(tiny_llama):
     model = MultiLoraTransformersModel(tiny_llama, seed=3)
     rows = make_rows(3)
@@ -142,9 +210,81 @@ def test_save_and_load_one_of_them(tiny_llama, tmp_path):
         model.resume_from_checkpoint(saved.twinkle_path, resume_only_model=True, adapter_name="a")
 
 
-def test_a_released_adapter_leaves_nothing(tiny_llama):
+def test_all_in_one_checkpoint(tiny_llama, tmp_path):
+    """Each in its own folders, open windows, value heads and references included; one alone can be taken out of it."""
+
+    def new_model(names):
+        model = MultiLoraTransformersModel(tiny_llama, seed=3)
+        for name in names:
+            model.add_adapter_to_model(name, CONFIGS[name], gradient_accumulation_steps=2)
+            if name == "b":
+                model.add_value_head(adapter_name=name)
+                model.set_reference("frozen", adapter_name=name)
+            model.set_optimizer(OPTIMIZERS[name][0], adapter_name=name, **OPTIMIZERS[name][1])
+        return model
+
+    def finish(model, name):
+        for step in (3, 4):
+            train_step(model, name, name, step)
+        return model.get_state_dict(name)
+
+    model = new_model(["a", "b"])
+    for step, name in enumerate(["a", "b", "a", "a", "b"]):  # a window of "a" stays open
+        train_step(model, name, name, step)
+    with CheckpointWriter(tmp_path, "all", step=3, backend="transformers") as writer:
+        state = model.save_state(writer)
+    reader = CheckpointReader(tmp_path / "all")
+    parts = ["adapters/a", "adapters/b", "optimizer/a", "optimizer/b", "window/a", "critic/b", "reference/b"]
+    assert all(reader.has(part) for part in parts) and not reader.has("adapter") and not reader.has("window/b")
+    ends = {name: finish(model, name) for name in ("a", "b")}
+
+    for names, wanted in ((["b", "a"], None), (["b"], "b"), (["c", "a"], "a")):
+        again = new_model(names)
+        again.load_state(reader, state, adapter_name=wanted)
+        for name in [wanted] if wanted else names:
+            assert all(torch.equal(ends[name][key], tensor) for key, tensor in finish(again, name).items()), name
+    with pytest.raises(CheckpointError, match="holds the adapters a, b, but this run has c, a"):
+        new_model(["c", "a"]).load_state(reader, state)
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    assert PeftModel.from_pretrained(base, tmp_path / "all/adapters/a").peft_config["default"].r == CONFIGS["a"].r
+
+
+def test_a_refused_adapter_leaves_the_model_as_it_was(tiny_llama, tmp_path):
     model = MultiLoraTransformersModel(tiny_llama, seed=3)
-    before = sum(p.numel() for p in model.module.parameters())
+
+    def wrong_adapters():
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+            model.add_adapter_to_model("a", CONFIGS["c"], gradient_accumulation_steps=0)
+        with pytest.raises(ConfigError, match="no module named 'q_prj'"):
+            model.add_adapter_to_model("a", LoraConfig(target_modules=["q_prj"]))
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+        with pytest.raises(CheckpointError, match="adapter_model.safetensors"):
+            model.add_adapter_to_model("a", tmp_path)
+
+    wrong_adapters()
+    assert model.adapters == [] and not any("lora" in name for name, _ in model.module.named_parameters())
+    prepare(model, "b", "b", 1)
+    train_step(model, "b", "b", 0)
+    wrong_adapters()
+    assert model.adapters == ["b"]
+    prepare(model, "a", "a", 1)
+    for step in range(STEPS):
+        train_step(model, "a", "a", step)
+        if step:
+            train_step(model, "b", "b", step)
+    for name in model.adapters:
+        weights, _ = alone(tiny_llama, name, name, {})
+        assert all(torch.equal(weights[key], tensor) for key, tensor in model.get_state_dict(name).items()), name
+
+
+def test_a_released_adapter_leaves_nothing(tiny_llama):
+    model = MultiLoraTransformersModel(tiny_llama, seed=3, gradient_checkpointing=True)
+
+    def held_by_the_module():
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.module.modules())
+        return hooks, sum(p.numel() for p in model.module.parameters())
+
+    before = held_by_the_module()
     prepare(model, "a", "x", 1)
     train_step(model, "a", "x", 0)
     first = {key: t.clone() for key, t in model.get_state_dict("x").items()}
@@ -152,7 +292,7 @@ def test_a_released_adapter_leaves_nothing(tiny_llama):
     model.remove_adapter("x")
     gc.collect()
     assert not any(ref() is not None for ref in held)
-    assert sum(p.numel() for p in model.module.parameters()) == before and model.adapters == []
+    assert held_by_the_module() == before and model.adapters == []
     with pytest.raises(UserError, match="no adapter 'x'"):
         model.forward_only(make_rows(1), adapter_name="x")
     prepare(model, "a", "x", 1)  # the name again, from fresh values
@@ -177,8 +317,9 @@ def test_what_is_refused(tiny_llama):
         model.forward_only(make_rows(1), adapter_name="frist")
     with pytest.raises(ConfigError, match="modules_to_save"):
         model.add_adapter_to_model("third", LoraConfig(modules_to_save=["lm_head"], target_modules=["q_proj"]))
-    with pytest.raises(CheckpointError):
-        model.add_adapter_to_model("../up", CONFIGS["a"])
+    for name in ("../up", "with.dot", "keys", "a" * 129):
+        with pytest.raises(UserError, match="adapter name '.*' is refused"):
+            model.add_adapter_to_model(name, CONFIGS["a"])
     with pytest.raises(ConfigError, match="did you mean 'q_proj'"):
         model.add_adapter_to_model("fourth", LoraConfig(target_modules=["q_prj"]))
     assert model.adapters == ["first", "second"]

@@ -168,7 +168,8 @@ class TwinkleModel(ABC):
     @abstractmethod
     def set_reference(self, kind: str, adapter_name: str | None = None) -> None:
         """What ``reference_logps`` scores with: "base" (the adapter switched off), "frozen" (a copy of what is trained as it
-        is now), "refreshed" (such a copy that ``refresh_reference`` brings up to date). Copies are saved and loaded."""
+        is now), "refreshed" (such a copy that ``refresh_reference`` brings up to date). A copy takes the memory of what is
+        trained. It is saved, and loaded again together with the optimizer; loading weights alone leaves it as it is."""
 
     @abstractmethod
     def refresh_reference(self, rate: float = 1.0, adapter_name: str | None = None) -> None:

@@ -80,11 +80,10 @@ class RowShards(Layout):
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._shapes:
             return tensor
-        shape = self._shapes[name]
-        size = self._rows_per_rank(shape[0])
-        gathered = tensor.new_empty(self._runtime.world_size * size, *shape[1:])
-        own = tensor.detach()
-        if len(own) < size:
-            own = torch.cat([own, own.new_zeros(size - len(own), *shape[1:])])
-        dist.all_gather(list(gathered.split(size)), own.contiguous())
-        return gathered[: shape[0]]
+        gathered = tensor.new_empty(self._shapes[name])
+        # Not all_gather: that of gloo takes the room of the whole tensor a second time.
+        for rank, part in enumerate(gathered.split(self._rows_per_rank(len(gathered)))):
+            if rank == self._runtime.rank:
+                part.copy_(tensor.detach())
+            dist.broadcast(part, src=rank)
+        return gathered

@@ -151,13 +151,13 @@ class Compute:
             bad = [item for item, value in zip(ran, losses, strict=True) if not math.isfinite(value)]
             training.record(count, [row for item in bad for row in _bad_rows(item)], bool(bad))
         result = {"loss": loss if normalized else loss / max(count, 1), "num_tokens": tokens, "logps": logps}
-        return Result(result | ({"values": in_order(items, "values")} if trained.value_head else {}))
+        return Result(result | _values(trained, items))
 
     def forward(self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any]) -> Result:
         trained.passes = list(self.passes(trained, inputs, loss_inputs))
         for item in trained.passes:
             self.score(trained, item, trained.loss, None)
-        return Result({"logps": in_order(trained.passes, "logprobs")})
+        return Result({"logps": in_order(trained.passes, "logprobs")} | _values(trained, trained.passes))
 
     def calculate_loss(self, trained: Trained, loss_inputs: dict[str, Any]) -> float:
         if not trained.passes:
@@ -199,6 +199,10 @@ def in_order(items: list[Pass], name: str) -> list[list[float]]:
         for pair in zip(item.numbers, by_document(item.micro, item.scores and getattr(item.scores, name)), strict=True)
     ]
     return [values for _, values in sorted(numbered, key=lambda pair: pair[0])]
+
+
+def _values(trained: Trained, items: list[Pass]) -> dict[str, list[list[float]]]:
+    return {"values": in_order(items, "values")} if trained.value_head else {}
 
 
 def _extra_sums(outputs: list[LossOutput]) -> dict[str, tuple[float, float]]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from twinkle_research.errors import ConfigError, UserError
+from twinkle_research.errors import CheckpointError, ConfigError, UserError
 from twinkle_research.model.training import TrainingState
 from twinkle_research.model.transformers import lora
 from twinkle_research.model.transformers.compute import Trained
 from twinkle_research.model.transformers.model import TransformersModel
+from twinkle_research.model.transformers.state import ModelState
+
+if TYPE_CHECKING:
+    from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
 
 
 class MultiLoraTransformersModel(TransformersModel):
@@ -63,7 +67,38 @@ class MultiLoraTransformersModel(TransformersModel):
             self._activate(next(iter(self._runs.values())))  # PEFT cannot delete the active one without a word
             self.module.delete_adapter(run.name)
         else:
+            # PEFT hooked into the embeddings when the first one came.
+            self.module.get_base_model().disable_input_require_grads()
             self.module = self._compute.scorer.module = self.module.unload()
+
+    # --- all of them in one checkpoint --------------------------------------------------------------------------
+
+    def save_state(
+        self, writer: CheckpointWriter, save_optimizer: bool = True, adapter_name: str | None = None
+    ) -> dict[str, Any]:
+        """``adapter_name=None``: all adapters, where there are several each in a folder of its own (``adapters/<name>/``,
+        ``optimizer/<name>/`` ...)."""
+        if adapter_name is not None or len(self._runs) < 2:
+            return super().save_state(writer, save_optimizer, adapter_name)
+        return {"adapters": {name: ModelState(self, name, True).save(writer, save_optimizer) for name in self._runs}}
+
+    def load_state(
+        self,
+        reader: CheckpointReader,
+        state: dict[str, Any] | None,
+        load_optimizer: bool = True,
+        adapter_name: str | None = None,
+    ) -> None:
+        """``adapter_name``: only this one, from a checkpoint of itself or of several."""
+        stored = (state or {}).get("adapters")
+        if stored is None:
+            super().load_state(reader, state, load_optimizer, adapter_name)
+            return
+        wanted = [adapter_name] if adapter_name else self.adapters
+        if not set(wanted) <= set(stored) or (adapter_name is None and set(wanted) != set(stored)):
+            raise CheckpointError(f"{reader.path} holds the adapters {', '.join(stored)}, but this run has {', '.join(wanted)}")
+        for name in wanted:
+            ModelState(self, name, True).load(reader, stored[name], load_optimizer)
 
     def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
         raise UserError("the base of several adapters is not trained: add_adapter_to_model, or take a TransformersModel")

@@ -63,6 +63,7 @@ class ModelState:
         self.write_weights(writer)
         if self._critic:
             self._add(writer, "critic", "value_head", [("", self._critic)])
+            writer.add_json(f"critic{self._inside}/value_head.json", self._run.value_head.describe())
         if reference is not None and reference.copy:
             self._add(writer, "reference", "reference", [("", reference.stored())])
         if save_optimizer:
@@ -165,11 +166,11 @@ class ModelState:
     def _check_companions(self, reader: CheckpointReader, state: Mapping[str, Any] | None) -> None:
         """``state``: None where only weights are loaded; a reference then stays what it is."""
         if bool(self._critic) != reader.has(f"critic{self._inside}"):
-            has, wants = ("no", "one: train from its weights alone, or leave add_value_head out") if self._critic else ("a", "none")
-            raise CheckpointError(f"{reader.path} holds {has} value head, but this run has {wants}")
+            held = ("no", "one: load its weights before") if self._critic else ("a", "none: call")
+            raise CheckpointError(f"{reader.path} holds {held[0]} value head, but this run has {held[1]} add_value_head")
         if state is None:
             return
-        stored, reference = state["reference"], self._run.reference
+        stored, reference = state.get("reference"), self._run.reference
         if reference is None and stored is not None:
             self._model.set_reference(stored, self._run.name)
         elif reference is not None and reference.kind != stored:

@@ -29,3 +29,6 @@ class ValueHead(nn.Module):
 
     def named(self) -> dict[str, nn.Parameter]:
         return {f"{PREFIX}{name}": parameter for name, parameter in self.linear.named_parameters()}
+
+    def describe(self) -> dict[str, int | bool]:
+        return {"hidden_size": self.linear.in_features, "detach": self.detach}
