@@ -62,6 +62,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/config_startup.py
 	$(BIN)/python benchmarks/sft_step.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/data_scale.py
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .coverage* htmlcov build dist *.egg-info

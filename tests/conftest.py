@@ -1,8 +1,10 @@
 """What all tests share: one thread, no network, and nothing read from or written to the user's home."""
 
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """``once(name, make)``: a folder that ``make(folder)`` fills in one of the test processes, while the others wait."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def folder_of(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = shared / f"once-{name}", shared / f"once-{name}.done"
+        with open(shared / f"once-{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return folder_of

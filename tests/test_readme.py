@@ -25,7 +25,8 @@ def commands(start: str) -> list[str]:
 @pytest.mark.parametrize("command", [c for c in commands("python train.py") if "eval_only" not in c])
 def test_train_commands_compose(command, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(ROW)}\n" * 32)
+    for name in ("rows", "a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ROW)}\n" * 32)
     words = shlex.split(command)[2:]
     changes_nothing = {"--help", "--cfg", "dry_run=true"}.intersection(words)
     assert main(words if changes_nothing else [*words, "dry_run=true"]) == 0, capfd.readouterr().err

@@ -46,6 +46,11 @@ def refusal(*words: str, world: WorldInfo | None = None) -> str:
         (["eval_only=true"], "eval_only=true needs a checkpoint"),
         (["eval_only=true", "resume=never", "run_dir=x"], "resume=never contradicts"),
         (["backend.sharding=none", "launch.nproc_per_node=2"], "backend.sharding=none runs in one process"),
+        (["backend.sharding=fsdp2"], "give launch.nproc_per_node=2"),
+        (["backend.sharding=fsdp2", "optimizer=muon", "adapter=none"], "optimizer=muon needs whole matrices"),
+        (["backend.sharding=fsdp2", "adapter.dora=true"], "adapter.dora=true reads whole weights"),
+        (["backend.sharding=fsdp2", "adapter.modules_to_save=[lm_head]"], "adapter.modules_to_save copies whole weights"),
+        (["backend.sharding=fsdp2", "checkpoint.background=true"], "checkpoint.background=true copies the whole model"),
         (["launch.nodes=2"], "needs torchrun or srun"),
         (["resume=nevr"], "did you mean 'never'?"),
         (["resume=no/such/folder"], "there is no such folder"),
@@ -120,6 +125,10 @@ def test_processes_started_plainly() -> None:
     two = plan("launch.nproc_per_node=2")
     assert (two.world_size, two.nodes, two.device) == (2, 1, "cpu")
     assert "data-parallel over 2 processes" in two.layout
+    sharded = plan("launch.nproc_per_node=2", "backend.sharding=fsdp2", "adapter=none")
+    assert "the model sharded, over 2 processes" in sharded.layout
+    whole = plan("launch.nproc_per_node=2", "adapter=none")
+    assert (sharded.memory.gradients, sharded.memory.optimizer) == (whole.memory.gradients // 2, whole.memory.optimizer // 2)
 
 
 def test_processes_started_by_others() -> None:

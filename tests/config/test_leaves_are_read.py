@@ -13,6 +13,7 @@ import pytest
 
 from twinkle_research.config import cli, compose
 from twinkle_research.config.keys import all_keys
+from twinkle_research.dataset.config import MixSource
 from twinkle_research.distributed.env import WorldInfo
 from twinkle_research.trainer import worker
 from twinkle_research.trainer.config import TrainConfig
@@ -32,6 +33,8 @@ COPIES = ("tracking/build.py", "<dictcomp>")  # the whole config, for W&B
 # `name` says which option a section is, and architecture describes a shipped model: neither can be set.
 SETTINGS = {k for k in all_keys() if not (k.endswith(".name") and k.count(".") == 1) and not k.startswith("model.architecture.")}
 
+SETTINGS |= {f"data.sources.{field.name}" for field in dataclasses.fields(MixSource)}
+
 # Read only where there are other ranks to wait for, which one process has not.
 BETWEEN_RANKS = {"launch.timeout_minutes": "distributed/runtime.py"}
 
@@ -50,8 +53,10 @@ def traced(config: TrainConfig, reads: Reads) -> TrainConfig:
     def watch(node: Any, prefix: str) -> None:
         names = [field.name for field in dataclasses.fields(node)]
         for name in names:
-            if dataclasses.is_dataclass(getattr(node, name)):
-                watch(getattr(node, name), f"{prefix}{name}.")
+            value = getattr(node, name)
+            for inner in value if isinstance(value, list) else [value]:
+                if dataclasses.is_dataclass(inner):
+                    watch(inner, f"{prefix}{name}.")
         cls = type(node)
 
         def read(self: Any, name: str) -> Any:
@@ -72,20 +77,19 @@ def traced(config: TrainConfig, reads: Reads) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
-    """What four runs of ``python train.py`` read, in this process."""
+    """What five runs of ``python train.py`` read, in this process."""
     found: Reads = {}
     folder = tmp_path_factory.mktemp("traced")
     rows = folder / "rows.jsonl"
     rows.write_text('{"prompt": "2 + 2 =", "completion": " 4"}\n' * 6)
 
     def run(name: str, *words: str) -> None:
-        cfg = compose(
-            ["model=tiny", "backend.device=cpu", "trainer.batch_size=2", "data.limit=6", f"run_dir={folder / name}", *words]
-        )
+        cfg = compose(["model=tiny", "backend.device=cpu", "trainer.batch_size=2", f"run_dir={folder / name}", *words])
         assert cli.start_run(cfg, WorldInfo("plain")) == 0
 
     validate, load_config = cli.validate, worker.load_config
     few = ["trainer.sample_max_tokens=2", "data.eval_rows=2", "trainer.eval_every=1", "checkpoint.every=1", "adapter.dropout=0.1"]
+    few.append("data.limit=6")
     own = ["data=jsonl", f"data.path={rows}", f"data.eval_path={rows}", "data.preview=1", "adapter=none", "optimizer=muon"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "validate", lambda *args, **kwargs: traced(validate(*args, **kwargs), found))
@@ -100,7 +104,10 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
             "scheduler=cosine",
             "tracking.wandb.mode=offline",
             "data.sample_prompts=[]",
+            "data.limit=6",
         )
+        sources = f"data.sources=[{{path: {rows}, train_on: last}}, {{path: {rows}}}]"
+        run("d", "data=mix", sources, "trainer.max_steps=1")
     return found
 
 

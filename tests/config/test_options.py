@@ -16,6 +16,7 @@ from twinkle_research.config.checks import POSITIVE, RANGES
 from twinkle_research.config.helptext import documented
 from twinkle_research.config.keys import all_keys, options_of
 from twinkle_research.config.schema import BASE, GROUPS, SCHEMAS, options
+from twinkle_research.dataset.config import MixSource
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import ArchitectureConfig, DType
 from twinkle_research.model.facts import tensor_shapes
@@ -37,6 +38,8 @@ def refused_because(words: list[str]) -> str | None:
     """Which of the named rules refuses this combination of options as it stands."""
     if "data=jsonl" in words:
         return "data=jsonl needs rows"
+    if "data=mix" in words:
+        return "data=mix needs data.sources"
     if "model=hf" in words:
         return "model=hf has no model of its own"
     return None
@@ -52,6 +55,8 @@ def check(words: list[str], rows: Path, model: Path) -> None:
         validate(cfg)
     if cfg.data.name == "jsonl":
         cfg.data.path, cfg.data.eval_rows = str(rows), 2
+    if cfg.data.name == "mix":
+        cfg.data.sources, cfg.data.eval_rows = [MixSource(str(rows), weight=2), MixSource(str(rows))], 2
     if cfg.model.name == "hf":
         cfg.model.path = str(model)
     validate(cfg)

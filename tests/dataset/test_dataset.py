@@ -13,6 +13,8 @@ from twinkle_research.dataset import Dataset, DatasetMeta, build_datasets
 from twinkle_research.dataset.config import DataConfig, OnError, Truncation
 from twinkle_research.dataset.preprocessor import Preprocessor, SelfCognitionProcessor
 from twinkle_research.dataset.preview import preview
+from twinkle_research.dataset.rows import raise_bad_row
+from twinkle_research.dataset.sources import HubSource
 from twinkle_research.errors import ConfigError, DataError, UserError
 from twinkle_research.template import Template, build_template
 
@@ -69,7 +71,7 @@ def test_slice_of_the_start_reads_no_further(tmp_path) -> None:
 
 
 def test_unreachable_sources_are_named(tmp_path) -> None:
-    with pytest.raises(UserError, match="ModelScope"):
+    with pytest.raises(UserError, match=r"ModelScope .* package modelscope: pip install 'twinkle_research\[modelscope\]'"):
         Dataset(DatasetMeta("ms://swift/self-cognition"))
     with pytest.raises(DataError, match="no such built-in data; did you mean 'identity'"):
         Dataset(DatasetMeta("builtin://idenity"))
@@ -81,12 +83,16 @@ def test_unreachable_sources_are_named(tmp_path) -> None:
 
 def test_hub_loader_reads_a_folder(tmp_path) -> None:
     """The hub path itself, on a local folder, which the datasets library takes for a data set."""
-    from twinkle_research.dataset.base import _read_hub
-
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "train.jsonl", ROWS[:2])
     meta = DatasetMeta(str(tmp_path / "rows"))
-    assert [row for _, row in _read_hub(meta, meta.dataset_id)] == ROWS[:2]
+    for streaming in (False, True):
+        source = HubSource(meta, meta.dataset_id, streaming)
+        found = list(source.rows(raise_bad_row))
+        assert [row for _, row in found] == ROWS[:2]
+        assert [str(origin) for origin, _ in found] == [f"{tmp_path}/rows/train[{i}]" for i in range(2)]
+        # What is fetched while it is read has no content that could be known before.
+        assert (source.digest() is None) == streaming
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,14 @@ def read(path) -> list[dict]:
 
 
 def origins(path) -> list[str]:
-    return [origin.removeprefix(str(path)) for origin, _ in read_path(path)]
+    return [str(origin).removeprefix(str(path)) for origin, _ in read_path(path)]
+
+
+def read_with_bad(path) -> tuple[list[str], list[tuple[str, str]]]:
+    """Origins of the rows, and (origin, reason) of bad ones."""
+    bad: list[tuple[str, str]] = []
+    good = [str(origin) for origin, _ in read_path(path, lambda origin, reason: bad.append((str(origin), reason)))]
+    return good, bad
 
 
 def test_s24_separators_inside_text_do_not_split_rows(tmp_path) -> None:
@@ -43,8 +50,8 @@ def test_s24_bad_lines_are_named_by_physical_line(tmp_path) -> None:
     path.write_bytes(LINE + b'\n\n"context"\n[1]\n{"a": }\n\xff\xfe\n' + b"[" * 100_000 + b"\n" + LINE)
     with pytest.raises(DataError, match=rf'{path}:3: a row must be a JSON object, got "context"'):
         read(path)
-    bad: list[tuple[str, str]] = []
-    assert [o for o, _ in read_path(path, lambda *b: bad.append(b))] == [f"{path}:1", f"{path}:8"]
+    good, bad = read_with_bad(path)
+    assert good == [f"{path}:1", f"{path}:8"]
     assert [origin.rsplit(":", 1)[1] for origin, _ in bad] == ["3", "4", "5", "6", "7"]
     assert [reason for _, reason in bad[2:]] == [
         "not valid JSON: Expecting value at column 7", "not UTF-8 (byte 0xff at position 0)", "JSON is nested too deeply",
@@ -77,7 +84,12 @@ def test_json_object_with_data_and_json_lines_under_the_name_json(tmp_path) -> N
         ('[{"a": 1}\n{"a": 2}]', ":2: not valid JSON: ',' expected"),
         ('[{"a": 1},\n{"a" 2}]', ":2: not valid JSON: Expecting ':' delimiter"),
         ('[{"a": 1},\n', ":2: not valid JSON: the list is not closed"),
-        ("[{}]\n3", ":1: not valid JSON: text after the end"),
+        ("[{}]\n3", ":2: not valid JSON: text after the end"),
+        ('{"data":\n [{}]}\n]', ":3: not valid JSON: text after the end"),
+        ('{"data": [{}], "data": []}', ":1: the key 'data' stands twice"),
+        ('{"a": 1,\n b: 2}', ":2: not valid JSON: a key in double quotes expected"),
+        ('{"a" 1}', ":1: not valid JSON: ':' expected"),
+        ('{"a": 1 "b": 2}', ":1: not valid JSON: ',' expected"),
         ('[{}, "x"]', ':1: a row must be a JSON object, got "x"'),
     ],
 )
@@ -153,16 +165,16 @@ def test_rows_that_python_cannot_hold_are_bad_rows(tmp_path, name: str) -> None:
     path.write_text(f'{{"a": {DIGITS}}}\n{{"a": {DEEP}}}\n{{"a": 1}}\n')
     with pytest.raises(DataError, match=f"{path}:1: a number has more than 4300 digits"):
         read(path)
-    bad: list[tuple[str, str]] = []
-    assert [origin for origin, _ in read_path(path, lambda *b: bad.append(b))] == [f"{path}:3"]
+    good, bad = read_with_bad(path)
+    assert good == [f"{path}:3"]
     assert bad == [(f"{path}:1", "a number has more than 4300 digits"), (f"{path}:2", "JSON is nested too deeply")]
 
 
 def test_rows_that_python_cannot_hold_in_a_json_list(tmp_path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(f'[{{"a": {DIGITS}, "b": "]\\"}}"}},\n{{"a": {DEEP}}},\n{DIGITS},\n{{"a": 1}}]')
-    bad: list[tuple[str, str]] = []
-    assert list(read_path(path, lambda *b: bad.append(b))) == [(f"{path}:4", {"a": 1})]
+    good, bad = read_with_bad(path)
+    assert good == [f"{path}:4"]
     assert [origin for origin, _ in bad] == [f"{path}:{n}" for n in (1, 2, 3)]
     path.write_text("[" + "[" * 100_000)
     with pytest.raises(DataError, match=":1: JSON is nested too deeply"):
@@ -170,7 +182,7 @@ def test_rows_that_python_cannot_hold_in_a_json_list(tmp_path) -> None:
     with pytest.raises(DataError, match=":1: not valid JSON: the row is not closed"):
         list(read_path(path, lambda *b: None))
     path.write_text(f'{{"data": [{DIGITS}]}}')
-    with pytest.raises(DataError, match="rows.json: a number has more than 4300 digits"):
+    with pytest.raises(DataError, match=r"rows.json\[0\]: a number has more than 4300 digits"):
         read(path)
 
 
@@ -192,7 +204,7 @@ def test_what_is_not_read_in_a_folder_is_named_once(tmp_path, caplog) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "link.jsonl").symlink_to("nowhere.jsonl")
     with caplog.at_level(logging.WARNING):
-        assert read(tmp_path) == [{"n": 1}]
+        assert list(Dataset(DatasetMeta(str(tmp_path)))) == [{"n": 1}]
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}: not read: .c.jsonl (hidden), README.md (unknown file type), b.jsonl.gz (compressed; unpack it), "
         "empty.csv (empty), link.jsonl (a link to nothing), sub (a folder)"

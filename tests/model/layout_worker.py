@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_rows
 
 from twinkle_research.distributed.runtime import Runtime
+from twinkle_research.errors import ConfigError
 from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.model.transformers.state import ModelState
 
@@ -191,8 +192,15 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
+def refusals(runtime: Runtime, folder: str, out: Path) -> None:
+    try:
+        TransformersModel(folder, runtime=runtime, sharding="fsdp2").set_optimizer("Muon")
+    except ConfigError as error:
+        (out / str(runtime.rank)).write_text(str(error))
+
+
 def main(runtime: Runtime, folder: str, folders: str, out: str) -> None:
-    parts = [(matrix, folder), (resumes, folder), (architectures, Path(folders))]
+    parts = [(matrix, folder), (resumes, folder), (architectures, Path(folders)), (refusals, folder)]
     for part, source in parts:
         (Path(out) / part.__name__).mkdir(exist_ok=True)
         part(runtime, source, Path(out) / part.__name__)

@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def launch(module: str, *arguments: object, seconds: float = 150, **variables: str) -> None:
+def launch(module: str, *arguments: object, seconds: float = 250, **variables: str) -> None:
     """Until both have ended; fails with what they wrote to stderr unless both ended well."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

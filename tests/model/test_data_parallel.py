@@ -11,12 +11,12 @@ from tiny_models import relative_distance
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.model.training import TrainingState
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module")
-def two_processes(tiny_llama, tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks")
-    launch("data_parallel_worker", tiny_llama, out)
-    return out
+def two_processes(once, tiny_llama):
+    return once("data_parallel", lambda folder: launch("data_parallel_worker", tiny_llama, folder))
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,25 @@ from test_architectures import ARCHITECTURES
 from test_architectures import build as build_architecture
 from tiny_models import relative_distance
 
+from twinkle_research.checkpoint.stream import TensorFolder
 from twinkle_research.model.transformers import TransformersModel
+from twinkle_research.model.transformers.names import DiskNames
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    folders = tmp_path_factory.mktemp("architectures")
-    for name in ARCHITECTURES:
-        build_architecture(name).save_pretrained(folders / name)
-    return folders
+def folders(once):
+    def make(folder):
+        for name in ARCHITECTURES:
+            build_architecture(name).save_pretrained(folder / name)
+
+    return once("architectures", make)
 
 
 @pytest.fixture(scope="module")
-def out(tiny_llama, folders, tmp_path_factory):
-    out = tmp_path_factory.mktemp("layouts")
-    launch("layout_worker", tiny_llama, folders, out)
-    return out
+def out(once, tiny_llama, folders):
+    return once("layouts", lambda folder: launch("layout_worker", tiny_llama, folders, folder))
 
 
 def check(what, found, expected, tensors, *, loss, norm, distance):
@@ -92,3 +95,34 @@ def test_every_architecture_is_sharded(out, folders, name):
     stem = out / "architectures" / f"{name}-stepped"
     tensors = worker.everything(model), tensors_of(stem)
     check(name, metrics_of(stem), expected, tensors, loss=1e-5, norm=1e-5, distance=1e-6)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_weights_come_and_go_one_by_one(folders, name):
+    """Also the experts of a mixture, each a stack in memory and one by one on disk."""
+    module = TransformersModel(folders / name).module
+    weights = dict(module.named_parameters())
+    names = DiskNames(module, {name: p.shape for name, p in weights.items()})
+    asked, written, read = [], [], []
+    for on_disk, tensor in names.to_disk(lambda name: asked.append(name) or weights[name], weights):
+        assert on_disk in names.of(asked[-1])
+        written.append((on_disk, tensor.numel()))
+    assert asked == list(weights)
+    assert sum(size for _, size in written) == sum(p.numel() for p in weights.values())
+
+    class Folder(TensorFolder):
+        def _handle(self, name):
+            read.append(name)
+            return super()._handle(name)
+
+    for name_in_memory, tensor in names.parts_from_disk(Folder(folders / name), weights, lambda name: slice(None)):
+        assert sorted(read) == sorted(names.of(name_in_memory))
+        assert torch.equal(tensor, weights[name_in_memory])
+        read.clear()
+    if name == "qwen3_moe":
+        assert len(written) > len(weights)
+
+
+def test_muon_is_refused_where_matrices_are_cut(out):
+    for rank in range(2):
+        assert "optimizer=muon needs whole matrices" in (out / "refusals" / str(rank)).read_text()

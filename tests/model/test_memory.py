@@ -14,22 +14,25 @@ SHARD = WHOLE / 2
 SLACK = 4.0  # buffers of Python, of hashing, of collectives
 
 
-@pytest.fixture(scope="module")
-def memory(tiny_llama, tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
+pytestmark = pytest.mark.timeout(300)
 
-    folder, out = tmp_path_factory.mktemp("large"), tmp_path_factory.mktemp("memory")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    # A fixed threshold: what is freed goes back to the system at once.
-    launch("memory_worker", tiny_llama, folder, out, MALLOC_MMAP_THRESHOLD_="65536")
-    found = [json.loads((out / f"memory-{rank}.json").read_text()) for rank in range(2)]
-    print(found)
-    return found
+
+@pytest.fixture(scope="module")
+def memory(once, tiny_llama):
+    def make(out):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=4,
+            tie_word_embeddings=True,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(out / "large")
+        # A fixed threshold: what is freed goes back to the system at once.
+        launch("memory_worker", tiny_llama, out / "large", out, MALLOC_MMAP_THRESHOLD_="65536")
+
+    out = once("memory", make)
+    return [json.loads((out / f"memory-{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_a_rank_reads_its_own_rows_only(memory):

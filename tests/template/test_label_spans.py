@@ -198,12 +198,43 @@ def test_thinking_inside_one_round_of_tool_calls_stays_in_one_row() -> None:
 @pytest.mark.parametrize("style", ["thinking", "thinking_marked", "thinking_open"])
 @pytest.mark.parametrize("enable_thinking", [True, False])
 def test_injected_empty_thinking_is_context(style: str, enable_thinking: bool) -> None:
-    """Without thinking in the data one row is enough, and the block that the template adds is not trained."""
+    """The block that switches thinking off is before each turn without thinking, as in its prompt, and is not trained."""
     template = Template(tokenizer=make_tokenizer(style), enable_thinking=enable_thinking)
-    (feature,) = template.encode_all(row_of("u1", "a1", "u2", "a2"))
-    runs = trained_runs(template, [feature])
+    off = Template(tokenizer=make_tokenizer(style), enable_thinking=False)
+    row = row_of("u1", "a1", "u2", "a2")
+    runs = trained_runs(template, template.encode_all(row))
     assert [text for _, text in runs] == ["a1<|end|>", "a2<|end|>"]
-    assert template.decode(runs[1][0]).endswith("<|start|>assistant\n<think>\n\n</think>\n\n")
+    for (ids, _), k in zip(runs, (1, 3), strict=True):
+        assert template.decode(ids).endswith("<|start|>assistant\n<think>\n\n</think>\n\n")
+        assert ids == off.encode({"messages": row["messages"][:k]}, add_generation_prompt=True)["input_ids"]
+
+
+def test_thinking_that_is_shown_nowhere_is_trained_as_it_was_sampled() -> None:
+    """As in DeepSeek-R1's template: the prompt opens the thinking, and every answer is shown without it."""
+    template = Template(tokenizer=make_tokenizer("thinking_lost"))
+    row = row_of("u1", "<think>\nt1\n</think>\n\na1", "u2", "a2")
+    runs = trained_runs(template, template.encode_all(row))
+    assert [(template.decode(ids), text) for ids, text in runs] == [
+        ("<bos>[INST]u1[/INST]<think>\n", "t1\n</think>\n\na1<eos>"),
+        ("<bos>[INST]u1[/INST]a1<eos>[INST]u2[/INST]<think>\n\n</think>\n\n", "a2<eos>"),
+    ]
+    for (ids, _), k in zip(runs, (1, 3), strict=True):
+        prompt = template.encode({"messages": row["messages"][:k]}, add_generation_prompt=True)["input_ids"]
+        assert ids[: len(prompt)] == prompt
+    other = STYLES["thinking_lost"].replace("'[/INST]<think>\\n'", "'[/INST]<plan>\\n'")
+    with pytest.raises(DataError, match="lets the model write it after|does not say where it would stand"):
+        Template(tokenizer=make_tokenizer(other)).encode_all(row)
+
+
+def test_thinking_where_the_setting_closes_it_is_refused() -> None:
+    closed = STYLES["chatml"].replace(
+        "m.content }}", "('<think></think>' if not enable_thinking and m.role == 'assistant' else '') + m.content }}"
+    )
+    closed = closed.removesuffix("{%- endif -%}") + "{{ '<think></think>' if not enable_thinking }}{%- endif -%}"
+    row = row_of("u", "<think>\nt\n</think>\n\na")
+    assert texts(closed, row) == [["<think>\nt\n</think>\n\na<|end|>"]]
+    with pytest.raises(DataError, match="enable_thinking=false.*closes it"):
+        texts(closed, row, enable_thinking=False)
 
 
 def test_moved_system_prompt_is_seen_by_every_turn() -> None:

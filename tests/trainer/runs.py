@@ -29,7 +29,8 @@ TINY = ["model=tiny", "data.limit=23", "trainer.batch_size=4", "trainer.eval_eve
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> DictConfig:
-    return compose([*TINY, *overrides])
+    words = [word for word in TINY if "data=mix" not in overrides or not word.startswith("data.limit")]
+    return compose([*words, *overrides])
 
 
 def train(run_dir: Path, *overrides: str) -> int:

@@ -6,15 +6,16 @@ All problems are reported at once.
 
 import math
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import NamedTuple
 
 from omegaconf import DictConfig
+from packaging.version import Version
 
-from twinkle_research.config.composing import BUILT_IN_ROWS
+from twinkle_research.config.datachecks import data_problems
 from twinkle_research.config.keys import all_keys
 from twinkle_research.config.resume import problems_of_run_folder
 from twinkle_research.config.storage import to_object
-from twinkle_research.dataset.config import DataConfig
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Attention, Device, LoraAdapterConfig, ModelConfig, Sharding, TransformersBackendConfig
 from twinkle_research.model.facts import ALL_LINEAR
@@ -30,6 +31,8 @@ from twinkle_research.trainer.config import (
 )
 
 MAX_SEED = 2**63 - 1
+# Its FSDP2 can reduce gradients that only some ranks have, which a rank without rows needs. Older ones were not tried.
+FSDP2_TORCH = Version("2.13")
 
 
 def validate(cfg: DictConfig | TrainConfig, files: bool = True) -> TrainConfig:
@@ -52,8 +55,8 @@ def stage_1(config: TrainConfig) -> Iterator[str]:
     yield from _adapter(config)
     yield from _optimizer(config.optimizer)
     yield from _scheduler(config)
-    yield from _trainer(config.trainer)
-    yield from _data(config.data)
+    yield from _trainer(config)
+    yield from data_problems(config)
     yield from _evaluation(config)
     yield from _tracking(config.tracking)
     yield from _launch(config)
@@ -210,29 +213,12 @@ def _scheduler(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _trainer(trainer: SftTrainerConfig) -> Iterator[str]:
+def _trainer(config: TrainConfig) -> Iterator[str]:
+    trainer = config.trainer
+    if config.data.packing and trainer.micro_batch_size is not None:
+        yield "'trainer.micro_batch_size' counts padded rows; with data.packing=true give trainer.micro_batch_tokens instead"
     if trainer.micro_batch_size is not None and trainer.micro_batch_tokens is not None:
         yield "give trainer.micro_batch_size or trainer.micro_batch_tokens, not both (null switches one off)"
-
-
-def _data(data: DataConfig) -> Iterator[str]:
-    if data.path is not None and data.dataset_id is not None:
-        yield "give data.path or data.dataset_id, not both (null switches one off)"
-    if data.path is None and data.dataset_id is None:
-        yield f"data={data.name} needs rows: give data.path=<file or folder> or data.dataset_id=<hub id>"
-    for key in ("path", "eval_path", "dataset_id"):
-        if (value := getattr(data, key)) is not None and not value.strip():
-            yield f"'data.{key}' is empty; give {'a hub id' if key == 'dataset_id' else 'a file or folder'}, or null"
-    local = data.path is not None or (data.dataset_id or "").startswith(BUILT_IN_ROWS)
-    for key, default in (("subset", "default"), ("split", "train")):
-        if local and getattr(data, key) != default:
-            yield f"'data.{key}' has no effect: only a hub data set (data.dataset_id) has subsets and splits"
-    if data.processor is None and data.processor_args:
-        yield "'data.processor_args' has no effect without data.processor"
-    if data.eval_path is not None and data.eval_rows:
-        yield "give data.eval_path or data.eval_rows, not both"
-    if data.limit is not None and data.eval_rows >= data.limit:
-        yield f"data.eval_rows={data.eval_rows} leaves no row to train on: data.limit={data.limit}"
 
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
@@ -260,3 +246,19 @@ def _launch(config: TrainConfig) -> Iterator[str]:
     processes = (launch.nproc_per_node or 1) * launch.nodes
     if sharding is Sharding.none and processes > 1:
         yield f"backend.sharding=none runs in one process, but launch asks for {processes}; write backend.sharding=ddp"
+    if sharding is Sharding.fsdp2:
+        yield from (f"{problem}; write backend.sharding=ddp" for problem in _fsdp2(config))
+
+
+def _fsdp2(config: TrainConfig) -> Iterator[str]:
+    adapter = config.adapter
+    if Version(version("torch")) < FSDP2_TORCH:
+        yield f"backend.sharding=fsdp2 needs torch {FSDP2_TORCH} or newer, here is {version('torch')}"
+    if isinstance(config.optimizer, MuonConfig) and not isinstance(adapter, LoraAdapterConfig):
+        yield "optimizer=muon needs whole matrices, which backend.sharding=fsdp2 cuts"
+    if isinstance(adapter, LoraAdapterConfig) and adapter.dora:
+        yield "adapter.dora=true reads whole weights, which backend.sharding=fsdp2 cuts"
+    if isinstance(adapter, LoraAdapterConfig) and adapter.modules_to_save:
+        yield "adapter.modules_to_save copies whole weights, which backend.sharding=fsdp2 cuts"
+    if config.checkpoint.background:
+        yield "checkpoint.background=true copies the whole model, which backend.sharding=fsdp2 avoids"

@@ -17,12 +17,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from twinkle_research.config.explain import explain
-from twinkle_research.config.keys import annotation_of, expected, is_list, is_optional, is_text, unknown_key
+from twinkle_research.config.keys import annotation_of, element_of, expected, is_list, is_optional, is_text, unknown_key
 from twinkle_research.config.schema import BASE, GROUPS, config_dir, options, register
 from twinkle_research.errors import ConfigError
 from twinkle_research.trainer.config import TrainConfig
@@ -224,10 +224,19 @@ def _check_value(section: DictConfig, name: str, annotation: object, key: str) -
             OmegaConf.to_container(value, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"'{key}' cannot be resolved: {str(error).splitlines()[0]}") from error
-    if is_list(annotation) and value is not None and any(item is None or OmegaConf.is_config(item) for item in value):
-        raise ConfigError(f"'{key}' must be {expected(annotation)}, got {value}")
+    if is_list(annotation) and value is not None:
+        _check_items(section, value, annotation, key)
     if is_optional(annotation) and is_text(annotation) and value in ("None", "none"):
         raise ConfigError(f"'{key}' is the text '{value}'; for no value write null")
+
+
+def _check_items(section: DictConfig, items: ListConfig, annotation: object, key: str) -> None:
+    of_sections = dataclasses.is_dataclass(element_of(annotation))
+    if any(item is None or OmegaConf.is_config(item) != of_sections for item in items):
+        raise ConfigError(f"'{key}' must be {expected(annotation)}, got {items}")
+    if of_sections:
+        for number, item in enumerate(items):
+            _check_section(section._get_root(), item, f"{key}[{number}].", single_run=True)
 
 
 def _check_name(cfg: DictConfig, group: str, choice: str) -> None:
@@ -240,7 +249,10 @@ def _check_name(cfg: DictConfig, group: str, choice: str) -> None:
 def _complete(cfg: DictConfig) -> None:
     """Fills the defaults that depend on other settings, so that the stored config says what is used."""
     trainer, data = cfg.trainer, cfg.data
-    if data.path is not None and str(data.dataset_id).startswith(BUILT_IN_ROWS):
+    if "path" in data and data.path is not None and str(data.dataset_id).startswith(BUILT_IN_ROWS):
         data.dataset_id = None  # as model.path does, a path alone replaces the source of the chosen option
     if "micro_batch_size" in trainer and trainer.micro_batch_size is None and trainer.micro_batch_tokens is None:
-        trainer.micro_batch_size = DEFAULT_MICRO_BATCH
+        if data.packing:
+            trainer.micro_batch_tokens = DEFAULT_MICRO_BATCH * data.max_length
+        else:
+            trainer.micro_batch_size = DEFAULT_MICRO_BATCH

@@ -10,6 +10,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ConfigTypeErr
 from yaml import YAMLError
 
 from twinkle_research.config.keys import all_keys, annotation_of, expected, is_list, is_optional, is_text, unknown_key
+from twinkle_research.config.listitems import explain_item
 from twinkle_research.config.schema import BASE, GROUPS, SCHEMAS, offered_groups, options
 from twinkle_research.errors import nearest
 from twinkle_research.trainer.config import TrainConfig
@@ -18,7 +19,7 @@ from twinkle_research.trainer.config import TrainConfig
 def explain(error: Exception, overrides: Sequence[str]) -> str:
     chain = _chain(error)
     where = _where(chain)
-    for explainer in (_yaml, _missing_option, _syntax, _hydra_text, _unknown, _wrong_type, _deleted):
+    for explainer in (_yaml, _missing_option, _syntax, _list_item, _hydra_text, _unknown, _wrong_type, _deleted):
         for link in chain:
             text = explainer(link, chain, overrides)
             if text:
@@ -79,6 +80,10 @@ def _syntax(link: BaseException, chain: list[BaseException], overrides: Sequence
         return f"'{text}' is not of the form key=value; {nearest(text, [*offered_groups(), '--help', '--cfg', '--multirun'])}"
     key, _, value = text.partition("=")
     return f"cannot read the value of '{text}'; where it has special characters quote it twice: \"{key}='{value}'\""
+
+
+def _list_item(link: BaseException, chain: list[BaseException], overrides: Sequence[str]) -> str | None:
+    return explain_item(link, overrides)
 
 
 def _hydra_text(link: BaseException, chain: list[BaseException], overrides: Sequence[str]) -> str | None:

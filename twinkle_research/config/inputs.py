@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from twinkle_research import template
 from twinkle_research.config.schema import config_dir
 from twinkle_research.dataset import preprocessor
-from twinkle_research.dataset.config import DataConfig
+from twinkle_research.dataset.config import CommonDataConfig, sources_of
 from twinkle_research.dataset.reader import data_files
 from twinkle_research.errors import ConfigError, DataError, nearest
 from twinkle_research.model.config import LoraAdapterConfig, ModelConfig
@@ -46,29 +46,30 @@ def _wandb(config: TrainConfig) -> Iterator[str]:
 
 
 def _paths(config: TrainConfig) -> Iterator[str]:
-    for key in ("path", "eval_path"):
-        value = getattr(config.data, key)
+    paths = {f"{key}.path": source.path for key, source in sources_of(config.data)} | {"data.eval_path": config.data.eval_path}
+    for key, value in paths.items():
         if value is not None:
             try:
                 data_files(Path(value).expanduser())
             except DataError as error:
-                yield f"data.{key}: {error}"
+                yield f"{key}: {error}"
 
 
-def _classes(data: DataConfig) -> Iterator[str]:
+def _classes(data: CommonDataConfig) -> Iterator[str]:
     """Names of built-in classes and their arguments. A dotted path is somebody's code: it is imported when it is used."""
     if "." not in data.template and data.template not in TEMPLATES:
         yield f"data.template={data.template} is no class of twinkle_research.template; {nearest(data.template, TEMPLATES)}"
-    if data.processor is None or "." in data.processor:
-        return
-    if data.processor not in preprocessor.__all__:
-        near = nearest(data.processor, preprocessor.__all__)
-        yield f"data.processor={data.processor} is no class of twinkle_research.dataset.preprocessor; {near}"
-        return
-    takes = inspect.signature(getattr(preprocessor, data.processor)).parameters
-    for name in data.processor_args:
-        if name not in takes:
-            yield f"unknown key 'data.processor_args.{name}'; {nearest(name, takes)}"
+    for key, source in sources_of(data):
+        if source.processor is None or "." in source.processor:
+            continue
+        if source.processor not in preprocessor.__all__:
+            near = nearest(source.processor, preprocessor.__all__)
+            yield f"{key}.processor={source.processor} is no class of twinkle_research.dataset.preprocessor; {near}"
+            continue
+        takes = inspect.signature(getattr(preprocessor, source.processor)).parameters
+        for name in source.processor_args:
+            if name not in takes:
+                yield f"unknown key '{key}.processor_args.{name}'; {nearest(name, takes)}"
 
 
 def _shipped_facts(model: ModelConfig) -> Iterator[str]:

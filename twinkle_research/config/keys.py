@@ -56,8 +56,13 @@ def annotation_of(key: str) -> object | None:
     name, _, index = key.partition("[")
     annotation = all_keys().get(name, (None, ()))[0]
     if index and annotation is not None:
-        return get_args(strip_optional(annotation))[0]
+        return element_of(annotation)
     return annotation
+
+
+def element_of(annotation: object) -> Any:
+    """Type of the elements of a list."""
+    return get_args(strip_optional(annotation))[0]
 
 
 def is_optional(annotation: object) -> bool:
@@ -86,7 +91,7 @@ def expected(annotation: object, value: str | None = None) -> str:
         if close:
             text += f" (did you mean '{close[0]}'?)"
     elif is_list(bare):
-        text = f"a list, for example [{_example(get_args(bare)[0])}]"
+        text = f"a list, for example [{_example(element_of(bare))}]"
     elif isinstance(bare, type) and dataclasses.is_dataclass(bare):
         text = f"a section with the settings {', '.join(f.name for f in dataclasses.fields(bare))}"
     else:
@@ -95,6 +100,8 @@ def expected(annotation: object, value: str | None = None) -> str:
 
 
 def _example(element: object) -> str:
+    if dataclasses.is_dataclass(element):
+        return "{" + ", ".join(f"{field.name}: ..." for field in dataclasses.fields(element)[:2]) + "}, {...}"
     return {float: "0.9,0.95", int: "1,2"}.get(element, "a,b")  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinkle_research.model.config import DType, LoraAdapterConfig, NoAdapterConfig
+from twinkle_research.model.config import DType, LoraAdapterConfig, NoAdapterConfig, Sharding
 from twinkle_research.model.facts import ALL_LINEAR, Facts
 from twinkle_research.trainer.config import AdamConfig, MuonConfig, SgdConfig, TrainConfig
 
@@ -46,14 +46,26 @@ def trainable_parameters(adapter: NoAdapterConfig | LoraAdapterConfig, facts: Fa
     return trained
 
 
-def estimate(config: TrainConfig, facts: Facts) -> Memory:
+def estimate(config: TrainConfig, facts: Facts, world_size: int = 1) -> Memory:
     """Weights, gradients and optimizer state are exact up to small buffers; activations count what a Llama-like layer
     keeps for its backward pass with fused attention, fitted to the peaks of SmolLM2-135M (LoRA and full) on a CPU."""
-    low = config.model.dtype is DType.bfloat16
+    size = 2 if config.model.dtype is DType.bfloat16 else 4
     lora = isinstance(config.adapter, LoraAdapterConfig)
     trained = trainable_parameters(config.adapter, facts)
-    weights = facts.parameters * (2 if low else 4) + (4 * trained if lora else 0)
-    return Memory(weights, 4 * trained, _optimizer_bytes(config, facts, trained), _activation_bytes(config, facts))
+    weights = facts.parameters * size + (4 * trained if lora else 0)
+    gradients, optimizer = 4 * trained, _optimizer_bytes(config, facts, trained)
+    if config.backend.sharding is Sharding.fsdp2:
+        # A process has its part of all this, and whole: embeddings, one layer at work and one on its way. An adapter is not
+        # split. Weights that are trained are kept in float32 and need no further master.
+        layer = (facts.parameters - facts.embedding_parameters) // max(1, facts.num_layers)
+        whole = size * (facts.embedding_parameters + 2 * layer)
+        if lora:
+            weights = facts.parameters * size // world_size + 4 * trained + whole
+        else:
+            masters = 4 * trained if size == 2 else 0
+            weights = 4 * facts.parameters // world_size + whole
+            gradients, optimizer = gradients // world_size, (optimizer - masters) // world_size
+    return Memory(weights, gradients, optimizer, _activation_bytes(config, facts))
 
 
 def _optimizer_bytes(config: TrainConfig, facts: Facts, trained: int) -> int:

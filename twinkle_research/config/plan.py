@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from twinkle_research.config.memory import GIB, Memory, available_bytes, estimate, trainable_parameters
 from twinkle_research.config.storage import FILE_NAME, to_object
+from twinkle_research.dataset.config import CommonDataConfig, DataConfig, MixDataConfig, sources_of
 from twinkle_research.distributed.env import WorldInfo, detect
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Device, Sharding
@@ -18,6 +19,8 @@ from twinkle_research.model.prepare import model_facts
 from twinkle_research.tracking.config import WandbMode
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.trainer.config import TrainConfig
+
+_SEVERAL = (Sharding.ddp, Sharding.fsdp2)  # a process for each GPU, unless launch says otherwise
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,20 @@ def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> R
         raise ConfigError(
             f"backend.sharding=none runs in one process, but {nodes * nproc} are started; write backend.sharding=ddp"
         )
+    if config.backend.sharding is Sharding.fsdp2 and nodes * nproc == 1:
+        raise ConfigError(
+            "backend.sharding=fsdp2 splits the model over processes, but one is started; give launch.nproc_per_node=2 or more, "
+            "or backend.sharding=auto"
+        )
     facts = model_facts(config.model)
     device = "cuda" if gpus else "cpu"
-    memory = None if facts is None else estimate(config, facts)
+    memory = None if facts is None else estimate(config, facts, nodes * nproc)
     return RunPlan(
         nodes=nodes,
         nproc_per_node=nproc,
         world_size=nodes * nproc,
         device=device,
-        layout=_layout(nodes, nproc),
+        layout=_layout(nodes, nproc, config.backend.sharding),
         parameters=None if facts is None else facts.parameters,
         trainable=None if facts is None else trainable_parameters(config.adapter, facts),
         memory=memory,
@@ -79,7 +87,7 @@ def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, i
         return nodes, nproc
     if launch.nodes > 1:
         raise ConfigError(f"launch.nodes={launch.nodes} needs torchrun or srun on every machine; see slurm/README.md")
-    nproc = launch.nproc_per_node or (max(1, gpus) if config.backend.sharding is Sharding.ddp else 1)
+    nproc = launch.nproc_per_node or (max(1, gpus) if config.backend.sharding in _SEVERAL else 1)
     if gpus and nproc > gpus:
         raise ConfigError(
             f"launch.nproc_per_node={nproc} needs as many GPUs, but {gpus} are visible; give {gpus}, or backend.device=cpu"
@@ -102,10 +110,11 @@ def visible_gpus() -> int:
     return len(names[: names.index("-1")] if "-1" in names else [name for name in names if name])
 
 
-def _layout(nodes: int, nproc: int) -> str:
+def _layout(nodes: int, nproc: int, sharding: Sharding) -> str:
     if nodes * nproc == 1:
         return "one process"
-    return f"data-parallel over {nodes * nproc} processes" + (f" ({nodes} machines x {nproc})" if nodes > 1 else "")
+    how = "data-parallel, the model sharded," if sharding is Sharding.fsdp2 else "data-parallel"
+    return f"{how} over {nodes * nproc} processes" + (f" ({nodes} machines x {nproc})" if nodes > 1 else "")
 
 
 def _warnings(
@@ -154,10 +163,7 @@ def _rows(plan: RunPlan, config: TrainConfig) -> list[tuple[str, str]]:
     rows = [
         ("model", _model_text(plan, config)),
         ("adapter", _adapter_text(plan, config)),
-        (
-            "data",
-            f"{config.data.name}: {config.data.path or config.data.dataset_id}, rows of at most {config.data.max_length} tokens",
-        ),
+        ("data", _data_text(config.data)),
         ("task", f"{config.loss.name} ({config.trainer.name}), {optimizer.name} lr {optimizer.lr:g}, {scheduler.name} schedule"),
         ("length", _length_text(config)),
         ("batch", _batch_text(plan, config)),
@@ -192,6 +198,16 @@ def _adapter_text(plan: RunPlan, config: TrainConfig) -> str:
     )
 
 
+def _data_text(data: CommonDataConfig) -> str:
+    names = [source.path or source.dataset_id for _, source in sources_of(data)]
+    if isinstance(data, MixDataConfig):
+        total = sum(source.weight for source in data.sources)
+        names = [f"{name} ({source.weight / total:.3g})" for name, source in zip(names, data.sources, strict=True)]
+    streamed = isinstance(data, DataConfig) and data.streaming
+    how = "streamed rows" if streamed else "rows"
+    return f"{data.name}: {', '.join(map(str, names))}; {how} of at most {data.max_length} tokens"
+
+
 def _length_text(config: TrainConfig) -> str:
     trainer = config.trainer
     limits = []
@@ -213,7 +229,8 @@ def _batch_text(plan: RunPlan, config: TrainConfig) -> str:
     if plan.world_size > 1:
         text += f" = {plan.world_size} processes x {share if trainer.batch_size % plan.world_size == 0 else f'at most {share}'}"
     if trainer.micro_batch_tokens is not None:
-        return f"{text}, in micro-batches of {trainer.micro_batch_tokens} tokens"
+        how = "packed into rows" if config.data.packing else "in micro-batches"
+        return f"{text}, {how} of at most {trainer.micro_batch_tokens} tokens"
     size = min(trainer.micro_batch_size or 1, share)
     return f"{text}, in {-(-share // size)} micro-batch{'es' * (share > size)} of {size}"
 

@@ -14,7 +14,8 @@ from twinkle_research.trainer.config import TrainConfig
 # What computes, on how many processes, cut how, and what is shown and kept: none of it changes the result.
 _FREE = (
     "run_dir", "resume", "dry_run", "eval_only", "backend", "launch", "tracking", "checkpoint", "model.attention",
-    "trainer.micro_batch_size", "trainer.micro_batch_tokens", "data.num_proc", "data.preview", "data.on_change",
+    "trainer.micro_batch_size", "trainer.micro_batch_tokens", "data.packing", "data.num_proc", "data.preview", "data.on_change",
+    "data.cache", "data.cache_dir",
 )  # fmt: skip
 _UPWARD = ("trainer.max_steps", "trainer.epochs")
 
@@ -84,6 +85,9 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(node, field.name)
         if dataclasses.is_dataclass(value):
             values |= _flat(value, f"{prefix}{field.name}.")
+        elif isinstance(value, list) and any(map(dataclasses.is_dataclass, value)):
+            for number, item in enumerate(value):
+                values |= _flat(item, f"{prefix}{field.name}[{number}].")
         else:
             values[prefix + field.name] = value
     return values

@@ -9,11 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import get_origin
 
 from hydra.core.config_store import ConfigStore
 
 from twinkle_research.checkpoint.config import CheckpointConfig
-from twinkle_research.dataset.config import DataConfig
+from twinkle_research.dataset.config import DataConfig, MixDataConfig
 from twinkle_research.loss.config import CrossEntropyConfig
 from twinkle_research.model.config import LoraAdapterConfig, ModelConfig, NoAdapterConfig, TransformersBackendConfig
 from twinkle_research.tracking.config import TrackingConfig
@@ -57,6 +58,7 @@ SCHEMAS = (
     Schema("rollout", "base_none", NoneConfig),
     Schema("sampler", "base_none", NoneConfig),
     Schema("data", "base_data", DataConfig),
+    Schema("data", "base_data_mix", MixDataConfig),
     Schema("reward", "base_none", NoneConfig),
     Schema("checkpoint", "base_checkpoint", CheckpointConfig),
     Schema("tracking", "base_tracking", TrackingConfig),
@@ -115,7 +117,9 @@ def leaves(node: type, prefix: str = "") -> dict[str, dataclasses.Field]:
 
 
 def nested(annotation: object) -> type | None:
-    """The dataclass behind ``X`` or ``Optional[X]``; None for a plain type."""
+    """The dataclass behind ``X`` or ``Optional[X]``; None for a plain type, and for a list of sections."""
+    if get_origin(annotation) is list:
+        return None
     for candidate in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
             return candidate

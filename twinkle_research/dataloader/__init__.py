@@ -1,11 +1,12 @@
 """Global batches, exactly resumable. Names are resolved on first use."""
 
-__all__ = ["DataLoader"]
+_HOME = {"DataLoader": "loader", "StreamLoader": "stream", "build_loader": "build"}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str):
-    if name in __all__:
-        from twinkle_research.dataloader.loader import DataLoader
+    if name in _HOME:
+        import importlib
 
-        return DataLoader
+        return getattr(importlib.import_module(f"twinkle_research.dataloader.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

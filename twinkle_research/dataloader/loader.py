@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from twinkle_research.data_format import InputFeature
+from twinkle_research.dataloader.balance import deal
+from twinkle_research.dataset.features import Features
 from twinkle_research.dataset.order import keyed_permutation
 from twinkle_research.errors import ConfigError, DataError
 
@@ -18,12 +20,15 @@ from twinkle_research.errors import ConfigError, DataError
 class DataLoader:
     """Iterating gives the REST of the current epoch, batch by batch; after its end, the next one.
 
-    ``batch_size`` counts rows of a global batch, over all ranks: row j goes to rank ``j % dp_size``, as a feature with
-    ``sample_index`` = j (a rank may get none). The last, shorter batch of an epoch is kept unless ``drop_last``.
+    ``batch_size`` counts rows of a global batch, over all ranks; its row j is a feature with ``sample_index`` = j on one of
+    them. The rows of an encoded data set are dealt to ranks so that all have about as many tokens (``balance.deal``), those
+    of others in turns; no rank has two rows more than another, and it may have none. The last, shorter batch of an epoch is
+    kept unless ``drop_last``.
     Epoch e has an order of its own, keyed by (seed, e); nothing else, neither the number of ranks nor of workers,
     influences it. The position is one number: rows consumed since the start of training, over all ranks and epochs.
 
-    ``dataset``: anything with ``len`` and ``[i]``. ``num_workers`` threads fetch rows ahead where fetching is slow.
+    ``dataset``: Features (a Dataset, a MixedDataset), or anything with ``len`` and ``[i]``. ``num_workers`` threads fetch
+    rows ahead where fetching is slow.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class DataLoader:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.num_workers = num_workers
-        rows = len(dataset)
+        rows = dataset.rows_per_epoch if isinstance(dataset, Features) else len(dataset)
         # Rows of one epoch: all, or those of its full batches.
         self.rows_per_epoch = rows - rows % batch_size if drop_last else rows
         if self.rows_per_epoch == 0:
@@ -72,9 +77,17 @@ class DataLoader:
         """Batches in a whole epoch."""
         return -(-self.rows_per_epoch // self.batch_size)
 
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self)
+
     def get_state(self) -> dict[str, int]:
         """Includes the batch that was given out last."""
         return {"consumed_train_samples": self._consumed}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes to the position that ``get_state`` gave."""
+        self.skip_consumed_samples(state["consumed_train_samples"])
 
     def skip_consumed_samples(self, consumed_train_samples: int) -> None:
         """Goes to the position after this many rows, counted from the start of training."""
@@ -113,11 +126,18 @@ class DataLoader:
             yield order[start : min(start + self.batch_size, self.rows_per_epoch)]
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
+        if isinstance(self.dataset, Features):
+            return self.dataset.epoch_order(epoch, self.shuffle, self.seed)
         rows = len(self.dataset)
         return keyed_permutation(rows, self.seed, "data_order", epoch) if self.shuffle else np.arange(rows)
 
     def _own(self, numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-        return ((j, int(numbers[j])) for j in range(self.dp_rank, len(numbers), self.dp_size))
+        """(place in the global batch, number in the data set) of this rank's rows."""
+        if self.dp_size > 1 and isinstance(self.dataset, Features) and self.dataset.encoded:
+            places = deal(self.dataset.lengths(numbers).tolist(), self.dp_size)[self.dp_rank]
+        else:
+            places = range(self.dp_rank, len(numbers), self.dp_size)
+        return ((j, int(numbers[j])) for j in places)
 
     def _fetch(self, sample_index: int, number: int) -> InputFeature:
         return {**self.dataset[number], "sample_index": sample_index}

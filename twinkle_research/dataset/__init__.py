@@ -1,6 +1,13 @@
 """Rows from files, hubs and the built-in set. Names are resolved on first use."""
 
-_HOME = {"Dataset": "base", "DatasetMeta": "base", "build_datasets": "build"}
+_HOME = {
+    "Dataset": "base",
+    "DatasetMeta": "sources",
+    "EncodedCache": "cache",
+    "IterableDataset": "stream",
+    "MixedDataset": "mix",
+    "build_datasets": "build",
+}
 __all__ = sorted(_HOME)
 
 

@@ -1,26 +1,32 @@
-"""Encoding of many rows, in this process or several, and the compact store of the result."""
+"""Encoding of many rows, chunk by chunk, in this process or several. Neither rows nor features are all held at once."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
 
-from twinkle_research.data_format import InputFeature
 from twinkle_research.dataset.formats import to_trainable
-from twinkle_research.errors import DataError, UserError
-from twinkle_research.template.base import RowResult, Template, to_feature
-from twinkle_research.template.tokens import Tokens
+from twinkle_research.dataset.rows import Origin, RowReport, SourceRow, Stage
+from twinkle_research.errors import ConfigError, DataError, UserError
+from twinkle_research.template.base import RowResult, Template
 
 CHUNK = 256  # rows tokenised together, and sent to a worker together
+_AHEAD = 3  # chunks on their way for each worker process
 _SHOW_PROGRESS_FROM = 4000  # rows
 
 
@@ -40,28 +46,58 @@ class EncodedChunk:
     cut: list[int] = field(default_factory=list)
 
 
-class FeatureStore:
-    """Features as two flat arrays (5 bytes a token); lists are made when a row is asked for."""
+RowKey = tuple[int, Origin]  # a SourceRow without the row itself
 
-    def __init__(self, ids: np.ndarray, trained: np.ndarray, lengths: Sequence[int], rows: list[str]):
-        self.ids = ids  # int32 [tokens]
-        self.trained = trained  # bool [tokens]
-        self.bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)  # [features + 1]
-        self.rows = rows
 
-    def __len__(self) -> int:
-        return len(self.rows)
+@dataclass(frozen=True)
+class EncodeOptions:
+    """How rows are encoded; none of it changes the result.
 
-    def feature(self, index: int) -> InputFeature:
-        part = slice(self.bounds[index], self.bounds[index + 1])
-        return to_feature(Tokens(self.ids[part], self.trained[part]), self.rows[index])
+    ``batched=False``: row by row. ``num_proc``: processes that share the work. ``timeout``: seconds, then a UserError.
+    ``progress=None``: a bar for long work in a terminal.
+    """
 
-    def take(self, order: np.ndarray) -> FeatureStore:
-        parts = [slice(self.bounds[i], self.bounds[i + 1]) for i in order]
-        empty = np.empty(0, np.int32)
-        ids = np.concatenate([self.ids[p] for p in parts]) if parts else empty
-        trained = np.concatenate([self.trained[p] for p in parts]) if parts else empty.astype(bool)
-        return FeatureStore(ids, trained, [p.stop - p.start for p in parts], [self.rows[i] for i in order])
+    batched: bool = True
+    num_proc: int = 1
+    timeout: float | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_proc < 1:
+            raise ConfigError(f"num_proc must be >= 1, got {self.num_proc}")
+        if self.timeout is not None and self.timeout <= 0:
+            raise ConfigError(f"timeout must be > 0 seconds, got {self.timeout}")
+
+
+def encode_rows(
+    template: Template,
+    rows: Iterable[SourceRow],
+    report: RowReport,
+    stage: Stage,
+    options: EncodeOptions,
+    add_generation_prompt: bool = False,
+    total: int | None = None,
+) -> Iterator[tuple[list[RowKey], EncodedChunk]]:
+    """Chunks of rows and their features, in order. Rows that give none are reported; ``total``: how many rows there are.
+
+    Raises DataError at the first bad row of the order, whether it cannot be read or cannot be encoded.
+    """
+    stage.how = "split" if template.truncation_strategy == "split" else f"cut ({template.truncation_strategy})"
+    chunks = _chunks(rows, CHUNK if options.batched else 1)
+    deadline = None if options.timeout is None else time.monotonic() + options.timeout
+    with _bar(total, options.progress) as advance:
+        for keys, chunk in _encoded(template, chunks, add_generation_prompt, options.num_proc):
+            stage.total += len(keys)
+            for i, reason in chunk.errors:
+                report.bad(stage, keys[i][1], reason)
+            for i, reason in chunk.dropped:
+                report.drop(stage, keys[i][1], reason)
+            for i in chunk.cut:
+                stage.cut.add(keys[i][1], f"longer than max_length={template.max_length}")
+            yield keys, chunk
+            advance(len(keys))
+            if deadline is not None and time.monotonic() > deadline:
+                raise UserError(f"encoding took longer than timeout={options.timeout} s ({stage.total} rows were done)")
 
 
 def encode_chunk(template: Template, rows: Sequence[Any], add_generation_prompt: bool) -> EncodedChunk:
@@ -86,39 +122,82 @@ def encode_chunk(template: Template, rows: Sequence[Any], add_generation_prompt:
     )
 
 
-def encode_chunks(
-    template: Template, rows: Sequence[Any], add_generation_prompt: bool, batched: bool, num_proc: int, progress: bool | None
-) -> Iterator[EncodedChunk]:
-    """Chunks in the order of the rows, whatever ``num_proc``."""
-    size = CHUNK if batched else 1
-    chunks = [rows[i : i + size] for i in range(0, len(rows), size)]
-    if progress is None:
-        progress = len(rows) >= _SHOW_PROGRESS_FROM and sys.stderr.isatty()
-    workers = min(num_proc, len(chunks))
-    with _bar(len(rows), progress) as advance:
-        results = (
-            (encode_chunk(template, chunk, add_generation_prompt) for chunk in chunks)
-            if workers <= 1
-            else _encode_in_processes(template, chunks, add_generation_prompt, workers)
-        )
-        for chunk, result in zip(chunks, results, strict=True):
-            advance(len(chunk))
-            yield result
+def _chunks(rows: Iterable[SourceRow], size: int) -> Iterator[list[SourceRow]]:
+    """An error of the source comes after the rows that stand before it."""
+    chunk: list[SourceRow] = []
+    try:
+        for row in rows:
+            chunk.append(row)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+    except UserError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
+        yield chunk
 
 
-def _encode_in_processes(
-    template: Template, chunks: list[Any], add_generation_prompt: bool, workers: int
-) -> Iterator[EncodedChunk]:
+def _encoded(
+    template: Template, chunks: Iterator[list[SourceRow]], add_generation_prompt: bool, num_proc: int
+) -> Iterator[tuple[list[RowKey], EncodedChunk]]:
+    first = next(chunks, None)
+    if first is None:
+        return
+    second, failure = None, None
+    if num_proc > 1:
+        try:
+            second = next(chunks, None)
+        except UserError as exc:
+            failure = exc
+    if second is None:  # one chunk is not worth a process, whose start takes seconds
+        for chunk in chain([first], () if failure else chunks):
+            yield _keys(chunk), encode_chunk(template, [row.row for row in chunk], add_generation_prompt)
+        if failure is not None:
+            raise failure
+        return
+    chunks = chain([first, second], chunks)
     # spawn: forking after torch or the tokenizer has started threads can deadlock.
     context = multiprocessing.get_context("spawn")
     try:
-        with ProcessPoolExecutor(workers, context, _start_worker, (template, add_generation_prompt)) as pool:
-            yield from pool.map(_encode_in_worker, chunks)
+        with ProcessPoolExecutor(num_proc, context, _start_worker, (template, add_generation_prompt)) as pool:
+            try:
+                yield from _in_order(chunks, lambda rows: pool.submit(_encode_in_worker, rows), _AHEAD * num_proc)
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
     except BrokenProcessPool as exc:
         raise UserError(
-            f"encoding with num_proc={workers} lost a worker process: out of memory, or a script whose top-level code is not "
+            f"encoding with num_proc={num_proc} lost a worker process: out of memory, or a script whose top-level code is not "
             'under `if __name__ == "__main__":` (starting a process imports the script again)'
         ) from exc
+
+
+def _in_order(
+    chunks: Iterator[list[SourceRow]], submit: Callable[[list[Any]], Any], ahead: int
+) -> Iterator[tuple[list[RowKey], EncodedChunk]]:
+    """Results in the order of the chunks, at most ``ahead`` of which are held; an error of the source comes in its place."""
+    waiting: deque[tuple[list[RowKey], Any]] = deque()
+    failure: UserError | None = None
+    more = True
+    while more or waiting:
+        while more and len(waiting) < ahead:
+            try:
+                chunk = next(chunks, None)
+            except UserError as exc:
+                chunk, failure = None, exc
+            more = chunk is not None
+            if chunk is not None:
+                waiting.append((_keys(chunk), submit([row.row for row in chunk])))
+        if waiting:
+            keys, result = waiting.popleft()
+            yield keys, result.result()
+    if failure is not None:
+        raise failure
+
+
+def _keys(chunk: list[SourceRow]) -> list[RowKey]:
+    return [(row.number, row.origin) for row in chunk]
 
 
 _WORKER: dict[str, Any] = {}  # template and mode of this worker process
@@ -126,7 +205,15 @@ _WORKER: dict[str, Any] = {}  # template and mode of this worker process
 
 def _start_worker(template: Template, add_generation_prompt: bool) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread a process: the processes are the parallelism
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all; what it means is up to the parent
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     _WORKER.update(template=template, add_generation_prompt=add_generation_prompt)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed says nothing; its workers would wait for work for ever."""
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
 
 
 def _encode_in_worker(rows: Sequence[Any]) -> EncodedChunk:
@@ -134,13 +221,27 @@ def _encode_in_worker(rows: Sequence[Any]) -> EncodedChunk:
 
 
 @contextmanager
-def _bar(total: int, show: bool):
-    if not show:
-        yield lambda count: None
+def _bar(total: int | None, show: bool | None) -> Iterator[Callable[[int], None]]:
+    """Calls ``advance(rows)``. ``show=None``: in a terminal, once many rows are done or known to come."""
+    wanted = show if show is not None else sys.stderr.isatty()
+    if not wanted:
+        yield lambda rows: None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("encoding rows", total=total)
-        yield lambda count: progress.advance(task, count)
+    columns = (TextColumn("encoding rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = progress.add_task("", total=total)
+
+    def advance(rows: int) -> None:
+        progress.advance(task, rows)
+        if not progress.live.is_started and progress.tasks[0].completed >= _SHOW_PROGRESS_FROM:
+            progress.start()
+
+    if show or (total or 0) >= _SHOW_PROGRESS_FROM:
+        progress.start()
+    try:
+        yield advance
+    finally:
+        progress.stop()

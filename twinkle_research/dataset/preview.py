@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from twinkle_research.data_format import IGNORE_INDEX
+from twinkle_research.dataset.features import Features
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from twinkle_research.dataset.base import Dataset
+    from twinkle_research.dataset.stream import IterableDataset
     from twinkle_research.template.base import Template
 
 
-def preview(dataset: Dataset, template: Template, n: int = 3, marks: bool = False) -> Text:
-    """The first ``n`` encoded rows. Trained tokens are bold green; with ``marks`` also between ⟦ and ⟧."""
+def preview(dataset: Features | IterableDataset, template: Template, n: int = 3, marks: bool = False) -> Text:
+    """The first ``n`` encoded rows, not shuffled. Trained tokens are bold green; with ``marks`` also between ⟦ and ⟧."""
     from rich.text import Text
 
+    if isinstance(dataset, Features):
+        features = (dataset[int(i)] for i in dataset.epoch_order(0, shuffle=False, seed=0)[:n])
+    else:
+        features = islice(dataset, n)
     out = Text()
-    for i in range(min(n, len(dataset))):
-        feature = dataset[i]
+    for feature in features:
         trained = sum(label != IGNORE_INDEX for label in feature["labels"])
         out.append(f"{feature['row']}: {feature['length']} tokens, {trained} trained\n", style="bold cyan")
         for piece, is_trained in template.trained_spans(feature):

@@ -173,8 +173,7 @@ class InputProcessor:
             documents.append(Document(row, slice(start, end), feature.get("sample_index"), feature.get("row")))
         return documents, (1 if self.packing else len(features), width)
 
-    @staticmethod
-    def _fill(batch: Batch, i: int, feature: InputFeature) -> None:
+    def _fill(self, batch: Batch, i: int, feature: InputFeature) -> None:
         document = batch.documents[i]
         row, where, length = document.row, document.where, document.length
         if length == 0:
@@ -195,6 +194,11 @@ class InputProcessor:
             ):
                 raise DataError(f"{_name(batch, i)}: {name}[{wrong}] is {values[wrong]!r}, expected a whole number")
         position_ids = torch.as_tensor(positions, dtype=torch.long)
+        if where.start > 0 and self.packing and position_ids[0] != 0:
+            raise DataError(
+                f"{_name(batch, i)}: position_ids begins with {int(position_ids[0])}, so in a packed row it would seem to go "
+                "on with the document before it; begin with 0, or set data.packing=false"
+            )
         batch.input_ids[row, where] = torch.as_tensor(feature["input_ids"], dtype=torch.long)
         batch.labels[row, where] = torch.as_tensor(labels, dtype=torch.long)
         batch.attention_mask[row, where] = 1

@@ -14,7 +14,8 @@ from twinkle_research.errors import ConfigError, DataError, UserError, nearest
 from twinkle_research.symbols import load_symbol
 from twinkle_research.template.messages import Conversation, TextPair, canonical
 from twinkle_research.template.rendering import ChatRenderer
-from twinkle_research.template.spans import TrainedText, bridge_text, trained_texts
+from twinkle_research.template.shown import ShownParts
+from twinkle_research.template.spans import TrainedText, TrainedTurn, bridge_text, prompt_text, trained_texts
 from twinkle_research.template.tokens import SpanTokenizer, Tokens
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class Template:
         self.train_on = train_on
         self._spans = SpanTokenizer(self.tokenizer, self.model_id)
         self._renderer = ChatRenderer(self.tokenizer, self.model_id, enable_thinking) if self.tokenizer.chat_template else None
+        self._shown = ShownParts(self._renderer) if self._renderer is not None else None
 
     @property
     def enable_thinking(self) -> bool:
@@ -161,14 +163,14 @@ class Template:
         if add_generation_prompt:
             return [TrainedText(row.prompt, [])]
         text = row.prompt + row.completion
-        return [TrainedText(text, [(0 if self.train_on == "all" else len(row.prompt), len(text))])]
+        start, end = 0 if self.train_on == "all" else len(row.prompt), len(text)
+        return [TrainedText(text, [TrainedTurn(start, start, end, [(start, end)])])]
 
     def _chat_texts(self, row: Conversation | TextPair, add_generation_prompt: bool) -> list[TrainedText]:
         conversation = self._conversation(row, add_generation_prompt)
         if add_generation_prompt:
-            messages = self._renderer.adapt(conversation.messages)
-            return [TrainedText(self._renderer.render(messages, conversation.tools, add_generation_prompt=True), [])]
-        return trained_texts(self._renderer, conversation, self.train_on)
+            return [prompt_text(self._shown, conversation)]
+        return trained_texts(self._shown, conversation, self.train_on)
 
     def _conversation(self, row: Conversation | TextPair, add_generation_prompt: bool) -> Conversation:
         if isinstance(row, TextPair):
@@ -232,7 +234,7 @@ class Template:
         messages that follow the last assistant message of ``trajectory``, and the next generation prompt."""
         if self._renderer is None:
             raise DataError(f"{self.model_id} has no chat template")
-        return self._spans.ids(bridge_text(self._renderer, self._conversation(canonical(trajectory), True)))
+        return self._spans.ids_after(*bridge_text(self._renderer, self._conversation(canonical(trajectory), True)))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import re
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,7 +26,8 @@ _MARKERS = re.compile(r"{%-?\s*generation\s*-?%}")
 PROBE, _USER_1, _TURN_1, _USER_2, _TURN_2, _THOUGHT = (f"\ue000{c}\ue001" for c in "abcdef")
 # What templates that print today's date get, so that a run continued on another day trains on the same tokens.
 _DATE = datetime.date(2025, 1, 1)
-_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
+# What a template's own code can raise.
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 Messages = list[dict[str, Any]]
 
@@ -41,20 +41,21 @@ class TurnFacts:
     """What surrounds the content of an assistant turn.
 
     ``tail``: text after the content of the last turn. ``end``: its leading part that ends the turn and is trained
-    (the model must learn to stop), without the separator that follows. ``injected``: what the template puts before
-    the content only sometimes, such as an empty thinking block; never trained. ``prompt_on`` / ``prompt_off``: the
-    generation prompt differs with enable_thinking. ``has_prompt``: add_generation_prompt has an effect.
-    ``thinking``: where thinking must stand to be shown: a key of the message, "inline" (in the content), or "none".
+    (the model must learn to stop), without the separator that follows. ``has_prompt``: add_generation_prompt has an
+    effect. ``thinking_switch``: the generation prompt differs with enable_thinking.
+    ``thinking``: where thinking must stand to be shown: a key of the message, "inline" (in the content); "dropped" where
+    a ``<think>`` block is taken out of every answer that is shown, "none" where the template does something else to it.
+    ``empty_block``: a turn without thinking gets a block with nothing in it, which is not the model's.
     ``json_arguments``: tool-call arguments must be JSON text instead of objects. ``null_content``: the empty content
     of a turn with tool calls must be None.
     """
 
     tail: str
     end: str
-    injected: str
     has_prompt: bool
     thinking_switch: bool
     thinking: str
+    empty_block: bool
     json_arguments: bool
     null_content: bool
 
@@ -102,9 +103,9 @@ class ChatRenderer:
 
     def _adapt_turn(self, message: dict[str, Any]) -> dict[str, Any]:
         form = self.facts.thinking
-        if form in REASONING_KEYS:
+        if form in REASONING_KEYS or form == "dropped":
             message = split_inline_thinking(message)
-        if form != "none" and "reasoning_content" in message:
+        if form not in ("none", "dropped") and "reasoning_content" in message:
             thinking = message["reasoning_content"]
             message = {k: v for k, v in message.items() if k != "reasoning_content"}
             if form == "inline":
@@ -136,44 +137,48 @@ class ChatRenderer:
             raise DataError(
                 f"the chat template of {self.name} does not show an assistant's content once; it cannot be trained on"
             )
-        head, tail = single.split(_TURN_1)
-        before_end, before_first, before_last = None, "", ""
+        tail = single.split(_TURN_1)[1]
+        before_end = None
         try:
             double = self.render([user, turn, {"role": "user", "content": _USER_2}, {"role": "assistant", "content": _TURN_2}])
         except RenderError:
             double = None  # a template for single exchanges
-        if double is not None and all(double.count(mark) == 1 for mark in (_USER_1, _TURN_1, _USER_2, _TURN_2)):
-            before_first = _between(double, _USER_1, _TURN_1)
-            before_last = _between(double, _USER_2, _TURN_2)
+        if double is not None and all(double.count(mark) == 1 for mark in (_TURN_1, _USER_2)):
             before_end = _between(double, _TURN_1, _USER_2)
-        prompts = [
-            self.render([user], add_generation_prompt=True, enable_thinking=flag).partition(_USER_1)[2] for flag in (True, False)
-        ]
-        plain = self.render([user], add_generation_prompt=False).partition(_USER_1)[2]
-        json_arguments, null_content = self._call_form(user)
-        header = before_first or head.partition(_USER_1)[2]
+        prompts = [self.render([user], add_generation_prompt=True, enable_thinking=flag) for flag in (True, False)]
+        plain = [self.render([user], enable_thinking=flag) for flag in (True, False)]
+        thinking, empty_block = self._thinking_form(user, single)
+        json_arguments, null_content = self._call_form(user, single)
         return TurnFacts(
             tail=tail,
             end=_turn_end(tail, before_end, self.added_tokens),
-            injected=_injected(header, before_last, prompts),
-            has_prompt=any(p != plain for p in prompts),
+            has_prompt=prompts != plain,
             thinking_switch=prompts[0] != prompts[1],
-            thinking=self._thinking_form(user),
+            thinking=thinking,
+            empty_block=empty_block,
             json_arguments=json_arguments,
             null_content=null_content,
         )
 
-    def _thinking_form(self, user: dict[str, Any]) -> str:
+    def _thinking_form(self, user: dict[str, Any], plain: str) -> tuple[str, bool]:
+        """(form, empty_block) of TurnFacts; ``plain`` is the rendering of the same turn without thinking."""
         for key in REASONING_KEYS:
-            if _THOUGHT in self.render([user, {"role": "assistant", "content": _TURN_1, key: _THOUGHT}]):
-                return key
+            text = self.render([user, {"role": "assistant", "content": _TURN_1, key: _THOUGHT}])
+            if _THOUGHT in text:
+                return key, _squeezed(text.replace(_THOUGHT, "")) == _squeezed(plain)
         inline = {"role": "assistant", "content": inline_thinking(_THOUGHT, _TURN_1)}
-        return "inline" if _THOUGHT in self.render([user, inline]) else "none"
+        text = self.render([user, inline])
+        if _THOUGHT in text:
+            return "inline", False
+        return "dropped" if _squeezed(text) == _squeezed(plain) else "none", False
 
-    def _call_form(self, user: dict[str, Any]) -> tuple[bool, bool]:
-        """(arguments as JSON text, empty content as None): the first form in which a tool call is shown whole."""
+    def _call_form(self, user: dict[str, Any], plain: str) -> tuple[bool, bool]:
+        """(arguments as JSON text, empty content as None): the first form in which a tool call is shown whole.
+
+        None comes first: that is what a turn without content has, and some templates take "" for an answer of its own.
+        """
         arguments = {_TURN_1: _TURN_2}
-        for null_content in (False, True):
+        for null_content in (True, False):
             for json_arguments in (False, True):
                 function = {"name": PROBE, "arguments": to_json(arguments) if json_arguments else arguments}
                 calls = [{"id": "call00001", "type": "function", "function": function}]
@@ -183,44 +188,10 @@ class ChatRenderer:
                 except RenderError:
                     continue
                 # Python's repr, which some templates would give, shows these characters as escapes.
-                if PROBE in text and _TURN_2 in text and str(None) not in text:
+                shown = PROBE in text and _TURN_1 in text and _TURN_2 in text
+                if shown and all(text.count(word) <= plain.count(word) for word in ("None", "null")):
                     return json_arguments, null_content
         return False, False  # no tool calls at all: rows that have some are refused one by one
-
-
-class Cleaned:
-    """A text without its injected blocks, and the way back to positions in the text itself."""
-
-    def __init__(self, raw: str, injected: str):
-        self.raw = raw
-        self._width = len(injected)
-        self._cuts: list[int] = []  # positions in the clean text where a block was taken out
-        pieces = raw.split(injected) if injected else [raw]
-        position = 0
-        for piece in pieces[:-1]:
-            position += len(piece)
-            self._cuts.append(position)
-        self.clean = "".join(pieces)
-
-    def raw_start(self, position: int) -> int:
-        """Where the character at ``position`` of the clean text stands; blocks just before it are skipped."""
-        return position + self._width * bisect_right(self._cuts, position)
-
-    def raw_end(self, position: int) -> int:
-        """End of the range whose last character is the one before ``position`` of the clean text."""
-        return self.raw_start(position - 1) + 1 if position else 0
-
-    def clean_position(self, raw_position: int) -> int:
-        """Inverse; a position inside a block becomes that of the block."""
-        taken = 0
-        for cut in self._cuts:
-            start = cut + taken
-            if raw_position <= start:
-                break
-            taken += min(self._width, raw_position - start)
-            if raw_position < start + self._width:
-                break
-        return raw_position - taken
 
 
 def to_json(value: Any) -> str:
@@ -257,10 +228,6 @@ def _first(text: str, tokens: list[str]) -> str:
     return text[: start - minus_length]
 
 
-def _injected(header: str, before_last: str, prompts: list[str]) -> str:
-    """What stands between the header of an assistant turn and its content only in some renderings."""
-    for longer in (before_last, *reversed(prompts)):
-        extra = longer[len(header) :] if longer.startswith(header) else ""
-        if extra.strip():
-            return extra
-    return ""
+def _squeezed(text: str) -> str:
+    """``text`` without white space, which templates treat as they like around a block that is empty or gone."""
+    return "".join(text.split())

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from twinkle_research.checkpoint.format import CheckpointReader
 from twinkle_research.checkpoint.manager import CheckpointManager, newest_checkpoint
-from twinkle_research.dataloader import DataLoader
-from twinkle_research.dataset.build import build_datasets
+from twinkle_research.dataloader import build_loader
+from twinkle_research.dataset.build import build_datasets, encoded_cache
 from twinkle_research.dataset.config import OnChange
-from twinkle_research.errors import CheckpointError, Stopped
+from twinkle_research.dataset.features import Features
+from twinkle_research.errors import CheckpointError, DataError, Stopped
 from twinkle_research.loss import build_loss
 from twinkle_research.model.prepare import resolve_model_folder
 from twinkle_research.model.transformers import TransformersModel
@@ -25,7 +27,9 @@ from twinkle_research.trainer.sft import SftTrainer, total_steps
 from twinkle_research.trainer.timing import StepClock
 
 if TYPE_CHECKING:
+    from twinkle_research.dataset import IterableDataset
     from twinkle_research.distributed.runtime import Runtime
+    from twinkle_research.template import Template
     from twinkle_research.tracking.build import Tracker
     from twinkle_research.trainer.config import TrainConfig
     from twinkle_research.trainer.rundir import RunFolder
@@ -38,7 +42,7 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     """
     model_folder = resolve_model_folder(cfg.model)
     template = build_template(cfg.data, model_folder)
-    train_rows, eval_rows = build_datasets(cfg.data, template, cfg.seed)
+    train_rows, eval_rows, fingerprint = load_rows(cfg, template, runtime)
     if cfg.data.preview and runtime.is_main:
         print_preview(train_rows, template, cfg.data.preview)
     model = TransformersModel.from_config(cfg, model_folder, runtime)
@@ -49,10 +53,10 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
         return evaluate_only(model, evaluation, start, runtime, folder)
 
     rank, size = model.data_parallel
-    loader = DataLoader(
+    loader = build_loader(
         train_rows, batch_size=cfg.trainer.batch_size, shuffle=cfg.data.shuffle, seed=cfg.seed, dp_rank=rank, dp_size=size
     )
-    steps = total_steps(cfg.trainer, len(loader))
+    steps = total_steps(cfg.trainer, loader.steps_per_epoch)
     model.set_loss(build_loss(cfg.loss))
     model.set_optimizer(cfg.optimizer)
     model.set_lr_scheduler(cfg.scheduler, total_steps=steps)
@@ -70,20 +74,41 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     with outcome(tracker):
         configs = model.get_train_configs()
         clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
-        trainer = SftTrainer(
-            cfg.trainer, runtime, model, loader, evaluation, checkpoints, tracker, clock, steps, train_rows.fingerprint
-        )
+        trainer = SftTrainer(cfg.trainer, runtime, model, loader, evaluation, checkpoints, tracker, clock, steps, fingerprint)
         if start is not None:
             trainer.restore(CheckpointReader(start), start, restart_data=cfg.data.on_change is OnChange["restart"])
-        for text in remarks(cfg, start, state, steps, reached, len(train_rows)):
+        rows = train_rows.rows_per_epoch if isinstance(train_rows, Features) else None
+        for text in remarks(cfg, start, state, steps, reached, rows):
             tracker.message(text)
         return trainer.fit()
 
 
-def remarks(cfg: TrainConfig, start: Path | None, state: dict[str, Any], steps: int, reached: int, rows: int) -> Iterator[str]:
+def load_rows(cfg: TrainConfig, template: Template, runtime: Runtime) -> tuple[Features | IterableDataset, Features | None, str]:
+    """(training rows, held-out rows, fingerprint of the training rows). Collective.
+
+    One rank of each machine encodes what is not encoded yet, while the others wait for it.
+    """
+    session = runtime.broadcast_object(uuid4().hex if runtime.is_main else None)
+    cache = encoded_cache(cfg.data, session, first=runtime.local_rank == 0)
+    try:
+        train_rows, eval_rows = build_datasets(cfg.data, template, cfg.seed, cache)
+        fingerprints = runtime.gather_objects(train_rows.fingerprint)
+    finally:
+        cache.release()  # all ranks have what they need, or one has failed
+    if len(set(fingerprints)) > 1:
+        raise DataError(
+            "the ranks have different training rows: the files differ between the machines, or data.processor gives other rows "
+            "for the same input from one time to the next"
+        )
+    return train_rows, eval_rows, fingerprints[0]
+
+
+def remarks(
+    cfg: TrainConfig, start: Path | None, state: dict[str, Any], steps: int, reached: int, rows: int | None
+) -> Iterator[str]:
     """What a person may not expect. ``state``: of this run's own checkpoint, {} if it has none; ``reached``: the step that
-    an earlier attempt in this folder came to; ``rows``: encoded training rows."""
-    if cfg.trainer.batch_size > rows:
+    an earlier attempt in this folder came to; ``rows``: training rows of an epoch, where that is known."""
+    if rows is not None and cfg.trainer.batch_size > rows:
         yield f"trainer.batch_size={cfg.trainer.batch_size} is more than the {rows} rows: each step has all of them"
     if start is None and reached:
         yield f"an earlier attempt reached step {reached} without a checkpoint: this one starts from the beginning"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from twinkle_research.data_format import InputFeature
-from twinkle_research.errors import CheckpointError, Stopped
+from twinkle_research.errors import CheckpointError, ConfigError, Stopped
 from twinkle_research.model.base import NonFiniteLoss
 from twinkle_research.trainer.config import OnNan, SftTrainerConfig
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from twinkle_research.checkpoint.format import CheckpointReader
     from twinkle_research.checkpoint.manager import CheckpointManager
-    from twinkle_research.dataloader import DataLoader
+    from twinkle_research.dataloader import DataLoader, StreamLoader
     from twinkle_research.distributed.runtime import Runtime
     from twinkle_research.model.base import TwinkleModel
     from twinkle_research.tracking.build import Tracker
@@ -25,8 +25,15 @@ if TYPE_CHECKING:
     from twinkle_research.trainer.timing import StepClock
 
 
-def total_steps(cfg: SftTrainerConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run; both limits unset means one epoch."""
+def total_steps(cfg: SftTrainerConfig, steps_per_epoch: int | None) -> int:
+    """Optimizer steps of the whole run; both limits unset means one epoch.
+
+    ``steps_per_epoch=None``: not known before an epoch has ended, so ``max_steps`` must be set and ``epochs`` must not.
+    """
+    if steps_per_epoch is None:
+        if cfg.max_steps is None or cfg.epochs is not None:
+            raise ConfigError("data.streaming=true shows its length at its end only: give trainer.max_steps, not trainer.epochs")
+        return cfg.max_steps
     epochs = cfg.epochs if cfg.epochs is not None or cfg.max_steps is not None else 1
     limits = [cfg.max_steps, None if epochs is None else epochs * steps_per_epoch]
     return min(limit for limit in limits if limit is not None)
@@ -39,7 +46,7 @@ class SftTrainer:
     cfg: SftTrainerConfig
     runtime: Runtime
     model: TwinkleModel
-    loader: DataLoader
+    loader: DataLoader | StreamLoader
     evaluation: Evaluation
     checkpoints: CheckpointManager
     tracker: Tracker
@@ -149,7 +156,7 @@ class SftTrainer:
         self.skipped_steps = state["skipped_steps"]
         self.train_loss, self.eval_loss = state["loss"], state["eval_loss"]
         if state["data_fingerprint"] == self.data_fingerprint:
-            self.loader.resume_from_checkpoint(state["consumed_train_samples"])
+            self.loader.load_state(state)
         elif restart_data:
             self.tracker.message(f"the data is not what {path.name} was trained on: it starts again from its first row")
         else:

@@ -84,13 +84,14 @@ def document_lengths(batch: Batch) -> tuple[int, ...]:
 def packed_attention(config: PretrainedConfig, lengths: tuple[int, ...] | None) -> Iterator[None]:
     """While it is open the model attends inside documents. Also around a backward pass: gradient checkpointing runs the
     layers again. ``lengths=None``: the batch is not packed, nothing changes."""
-    if lengths is None or config._attn_implementation != "sdpa":
+    text = config.get_text_config()  # a vision tower keeps its own
+    if lengths is None or text._attn_implementation != "sdpa":
         yield
         return
     token = _lengths.set(lengths)
-    config._attn_implementation = NAME
+    text._attn_implementation = NAME
     try:
         yield
     finally:
-        config._attn_implementation = "sdpa"
+        text._attn_implementation = "sdpa"
         _lengths.reset(token)

@@ -17,8 +17,9 @@ from twinkle_research.loss.base import Loss, LossOutput, TokenScores
 from twinkle_research.metric import CallRecord
 from twinkle_research.model.base import Result
 from twinkle_research.model.training import TrainingState
+from twinkle_research.model.transformers.packing import check_packing
 from twinkle_research.model.transformers.scoring import MicroBatch, Scorer, by_document
-from twinkle_research.processor.base import InputProcessor
+from twinkle_research.processor.base import Batch, InputProcessor
 
 if TYPE_CHECKING:
     from twinkle_research.model.transformers.reference import Reference
@@ -61,6 +62,7 @@ class Compute:
         self.scorer = scorer
         self.shards = shards
         self._activate = activate
+        self._keeps_apart = False  # packed documents, as far as it was tried out
 
     @contextmanager
     def active(self, trained: Trained, item: Pass) -> Iterator[None]:
@@ -94,9 +96,24 @@ class Compute:
             features = [inputs[i] for i in part]
             own = {name: None if values is None else [values[i] for i in part] for name, values in loss_inputs.items()}
             batch = trained.processor.collate(features, "cpu", **own)
+            if batch.packed and not trained.processor.packing:
+                self._try_out(trained, batch)
             micro = self.scorer.prepare(batch, trained.training.cur_step, [first + i for i in part])
             yield Pass(micro, features, part)
         trained.first_sample = first + len(inputs)
+
+    def _try_out(self, trained: Trained, batch: Batch) -> None:
+        """For rows that came packed. A processor that packs was tried out when it was set."""
+        config = self.scorer.module.config
+        varlen = config.get_text_config()._attn_implementation not in ("sdpa", "eager")  # finds documents in a single row only
+        if self.shards is not None or (varlen and len(batch.input_ids) > 1):
+            raise UserError(
+                "a row whose position_ids restart holds several documents; with flash attention and with a sharded model "
+                "this needs set_processor('InputProcessor', packing=True)"
+            )
+        if not self._keeps_apart:
+            check_packing(self, trained, config, self.scorer.body.dtype)
+            self._keeps_apart = True
 
     def score(self, trained: Trained, item: Pass, loss: Loss, divisor: float | None) -> None:
         """A micro-batch without a trained position adds nothing, so it does not run where no other rank waits for it."""
