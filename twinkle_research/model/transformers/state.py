@@ -1,6 +1,7 @@
 """Weights, optimizer and open window of a TransformersModel, to and from a checkpoint, one tensor at a time.
 
-Under any layout a rank holds its own part of what it stores, and beside it no more than one whole tensor.
+Under any layout a rank holds its own part of what it stores, and beside it no more than one whole tensor (some times that
+where transformers keeps it in another form than on disk, as the stacked experts of a mixture).
 """
 
 from __future__ import annotations
