@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from twinkle_research.config import compose, to_object, validate
-from twinkle_research.config.plan import RunPlan, run_plan
+from twinkle_research.config.plan import RunPlan, print_plan, run_plan
 from twinkle_research.distributed.env import WorldInfo
 from twinkle_research.errors import ConfigError
 
@@ -179,6 +179,13 @@ def test_memory_grows_with_what_needs_it() -> None:
     assert plan("backend.gradient_checkpointing=true").memory.total < base
     assert plan("adapter=none").memory.optimizer == 8 * plan().parameters
     assert plan("adapter=none", "optimizer=sgd").memory.optimizer == 0
+
+
+def test_packed_rows_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.max_length=100", "data.packing=true"]
+    print_plan(plan(*words), compose(["model=tiny", *words]))
+    assert "packed into rows of at most 400 tokens" in capsys.readouterr().out
+    assert plan(*words).memory == plan("data.max_length=100", "trainer.micro_batch_tokens=400").memory
 
 
 def test_notes() -> None:

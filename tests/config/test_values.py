@@ -125,6 +125,13 @@ def test_micro_batch_default_is_filled_in() -> None:
     assert "not both" in refusal("trainer.micro_batch_tokens=64", "trainer.micro_batch_size=2")
 
 
+def test_packing_is_cut_by_tokens() -> None:
+    trainer = compose(["data.packing=true", "data.max_length=100"]).trainer
+    assert (trainer.micro_batch_tokens, trainer.micro_batch_size) == (400, None)
+    assert compose(["data.packing=true", "trainer.micro_batch_tokens=64"]).trainer.micro_batch_tokens == 64
+    assert "give trainer.micro_batch_tokens instead" in refusal("data.packing=true", "trainer.micro_batch_size=2")
+
+
 def test_a_path_alone_replaces_the_built_in_rows(tmp_path: Path) -> None:
     cfg = compose([f"data.path={tmp_path}/x.jsonl"])
     assert cfg.data.dataset_id is None

@@ -40,13 +40,13 @@ def main(folder: Path) -> None:
 
         return peak_growth_mib(encode_and_read, folder / "peak")
 
-    for count in (300, 2_000, 10_000):
+    for count in (300, 4_000, 12_000):
         assert wait(fork(lambda count=count: write(count))) == 0
     on_disk(folder / "300.jsonl")  # what is made once is made here
     measured = {
-        "few rows": growth(2_000, on_disk),
-        "more rows": growth(10_000, on_disk),
-        "more rows in memory": growth(10_000, in_memory),
+        "few rows": growth(4_000, on_disk),
+        "more rows": growth(12_000, on_disk),
+        "more rows in memory": growth(12_000, in_memory),
     }
     print(json.dumps(measured))
 

@@ -14,7 +14,7 @@ from chat_styles import make_tokenizer
 from children import fork, peak_growth_mib, wait
 
 from twinkle_research.dataset import Dataset, DatasetMeta, EncodedCache
-from twinkle_research.dataset.encoding import EncodeOptions
+from twinkle_research.dataset.encoding import CHUNK, EncodeOptions
 from twinkle_research.dataset.reader import read_path
 from twinkle_research.dataset.rows import Processor
 from twinkle_research.errors import ConfigError, DataError, UserError
@@ -144,6 +144,18 @@ def test_the_first_bad_row_of_the_file_is_named(tmp_path, num_proc: int) -> None
                 streamed(path, tmp_path / "kept", num_proc=num_proc)
 
 
+def test_a_bad_row_at_the_start_of_the_second_chunk(tmp_path) -> None:
+    """No process is started for one chunk, and the rows before the bad one come first."""
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row) for row in ROWS[:CHUNK]] + ["{broken"]
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=f"{path}:{CHUNK + 1}: not valid JSON"):
+        streamed(path, tmp_path / "kept", num_proc=2)
+    path.write_text("\n".join([*lines[:4], '{"prompt": "x"}', *lines[5:]]))
+    with pytest.raises(DataError, match=f"{path}:5: 'prompt' without 'completion'"):
+        streamed(path, tmp_path / "kept", num_proc=2)
+
+
 def test_time_limit(tmp_path) -> None:
     made = template()
     encode = made.encode_rows
@@ -173,7 +185,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     grown = json.loads(done.stdout)
     index = 8_000 * 34 / 2**20  # the arrays that stand for the features, and an order
-    assert grown["more rows"] < grown["few rows"] + index + 3 < grown["more rows in memory"] - 3, grown
+    assert grown["more rows"] < grown["few rows"] + index + 4 < grown["more rows in memory"] - 3, grown
 
 
 @pytest.mark.parametrize("name", ["list.json", "object.json", "rows.csv", "rows.parquet"])

@@ -165,6 +165,13 @@ def test_features_that_are_packed_already() -> None:
     assert packed.sequence_ids.tolist() == [[0, 1, 1, 1, 2, 2]] and len(packed.documents) == 2
 
 
+def test_positions_that_would_join_two_documents_are_refused() -> None:
+    later = feature([4, 5], position_ids=[3, 4], row="b:2")
+    with pytest.raises(DataError, match=r"b:2: position_ids begins with 3, .* begin with 0"):
+        InputProcessor(packing=True).collate([feature([1, 2, 3]), later])
+    assert collate([feature([1, 2, 3]), later]).position_ids.tolist() == [[0, 1, 2], [3, 4, 0]]
+
+
 def test_packed_rows_are_full() -> None:
     processor = InputProcessor(micro_batch_tokens=10, packing=True)
     assert processor.split_indices([3, 7, 5, 4, 12, 1]) == [[4], [1, 0], [2, 3, 5]]

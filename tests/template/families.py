@@ -272,6 +272,70 @@ COMMAND_R = jinja(r"""
     {%- endfor -%}
     {%- if add_generation_prompt -%}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif -%}""")
 
+
+class SmolLM3(Family):
+    """Its own system block says which mode of thinking is on, and on which day; contents are shown with their thinking."""
+
+    def before(self, messages, tools, thought):
+        has_system = messages[0]["role"] == "system"
+        own = messages[0]["content"].rstrip() if has_system else "You are SmolLM."
+        text = f"<|im_start|>system\n## Metadata\n\nToday: 01 January 2025\nReasoning Mode: /think\n\n{own}<|im_end|>\n"
+        for message in messages[has_system:]:
+            body = self.turn(message) if message["role"] == "assistant" else message["content"] + self.end
+            text += f"<|im_start|>{message['role']}\n{body}\n"
+        return text + "<|im_start|>assistant\n"
+
+    def turn(self, message):
+        return super().turn(message).lstrip("\n")
+
+
+SMOLLM3 = jinja(r"""
+    {%- set mode = '/think' if enable_thinking is not defined or enable_thinking else '/no_think' -%}
+    {%- set block = '' if mode == '/think' else '<think>\n\n</think>\n' -%}
+    {{ '<|im_start|>system\n## Metadata\n\nToday: ' + strftime_now('%d %B %Y') + '\nReasoning Mode: ' + mode + '\n\n' }}
+    {{ (messages[0].content.rstrip() if messages[0].role == 'system' else 'You are SmolLM.') + '<|im_end|>\n' }}
+    {%- for m in messages -%}
+        {%- if m.role == 'assistant' -%}
+            {%- generation -%}
+                {{ '<|im_start|>assistant\n' + block + m.content.lstrip('\n') + '<|im_end|>\n' }}
+            {%- endgeneration -%}
+        {%- elif m.role != 'system' -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endif -%}
+    {%- endfor -%}
+    {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' + block }}{%- endif -%}""")
+
+
+class GptOss(Family):
+    """Thinking and answer in channels, one marker for the end of a turn and another for the end of an answer in the past."""
+
+    def before(self, messages, tools, thought):
+        text = "<|start|>system<|message|>Current date: 2025-01-01<|end|>"
+        for message in messages:
+            role, content = message["role"], message["content"]
+            if role == "assistant":
+                text += f"<|start|>assistant<|channel|>final<|message|>{thought_of(message)[1]}<|end|>"
+            else:
+                text += f"<|start|>{'developer' if role == 'system' else role}<|message|>{content}<|end|>"
+        return text + "<|start|>assistant"
+
+    def turn(self, message):
+        thought, content = thought_of(message)
+        analysis = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
+        return f"{analysis}<|channel|>final<|message|>{content}{self.end}"
+
+
+GPT_OSS = jinja(r"""
+    {{- '<|start|>system<|message|>Current date: ' + strftime_now('%Y-%m-%d') + '<|end|>' -}}
+    {%- for m in messages -%}
+        {%- if m.role == 'assistant' and loop.last and not add_generation_prompt -%}
+            {%- if m.thinking -%}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{%- endif -%}
+            {{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
+        {%- elif m.role == 'assistant' -%}{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+        {%- else -%}
+            {{ '<|start|>' + ('developer' if m.role == 'system' else m.role) + '<|message|>' + m.content + '<|end|>' }}
+        {%- endif -%}
+    {%- endfor -%}
+    {%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}""")
+
 FAMILIES: dict[str, Family] = {
     "qwen2.5": Qwen25(chatml(Qwen25.automatic, True), CHATML_TOKENS, "<|im_end|>", tools=True),
     "smollm2": SmolLM2(chatml(SmolLM2.automatic, False), "<|im_start|> <|im_end|>", "<|im_end|>"),
@@ -279,6 +343,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3.5": Qwen35(
         qwen3(QWEN35_CALLS, NO_THINKING + r"{%- else -%}{{ '<think>\n' }}{%- endif -%}"), CHATML_TOKENS, "<|im_end|>",
         tools=True, thinking="own",
+    ),
+    "smollm3": SmolLM3(SMOLLM3, "<|im_start|> <|im_end|>", "<|im_end|>"),
+    "gpt-oss": GptOss(
+        GPT_OSS, "<|start|> <|message|> <|channel|> <|end|> <|return|>", "<|return|>", thinking="own",
     ),
     "llama-2": Llama2(LLAMA2, "<s> </s>", "</s>", bos="<s>", metaspace=True),
     "llama-3": Llama3(

@@ -226,6 +226,31 @@ def test_thinking_that_is_shown_nowhere_is_trained_as_it_was_sampled() -> None:
         Template(tokenizer=make_tokenizer(other)).encode_all(row)
 
 
+def test_a_text_that_looks_like_an_end_is_none() -> None:
+    """A closing tag in an answer is not the block that is put before it; a token that an answer ends with is no end marker."""
+    with pytest.raises(DataError, match="does not show the content"):
+        Template(tokenizer=make_tokenizer("thinking_lost")).encode_all(row_of("u", "</think>"))
+    with pytest.raises(DataError, match="no end-of-turn marker"):
+        Template(tokenizer=make_tokenizer("no_end")).encode_all(row_of("u", "a<|end|>"))
+
+
+def test_what_a_message_says_must_be_shown_at_its_place() -> None:
+    """Whatever the words: a role that the template leaves out, a second call of the same tool, tools of a prompt."""
+    no_tool_role = STYLES["chatml"].replace("{%- for m in messages -%}", "{%- for m in messages if m.role != 'tool' -%}")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
+    rows = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows += [{"role": "tool", "content": "u"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(DataError, match="does not show a message of role 'tool'"):
+        Template(tokenizer=make_tokenizer(no_tool_role)).encode_all({"messages": rows, "tools": TOOLS})
+    one_call = STYLES["chatml"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    row = {"messages": [rows[0], {**rows[1], "tool_calls": [call, call]}]}
+    with pytest.raises(DataError, match="does not show the tool call"):
+        Template(tokenizer=make_tokenizer(one_call)).encode_all(row)
+    with pytest.raises(DataError, match="does not show the row's tools"):
+        prompt = {"messages": rows[:1], "tools": TOOLS}
+        Template(tokenizer=make_tokenizer("model_role")).encode(prompt, add_generation_prompt=True)
+
+
 def test_thinking_where_the_setting_closes_it_is_refused() -> None:
     closed = STYLES["chatml"].replace(
         "m.content }}", "('<think></think>' if not enable_thinking and m.role == 'assistant' else '') + m.content }}"

@@ -172,11 +172,15 @@ def test_two_processes_equal_one(tmp_path, adapter):
 
 
 def test_micro_batches_change_nothing(tmp_path):
-    losses = []
-    for cut in ("trainer.micro_batch_size=1", "trainer.micro_batch_size=3", "trainer.micro_batch_size=null"):
-        assert train_in_child(tmp_path / cut, cut, *BASE) == 0
-        losses.append(last_loss(tmp_path / cut))
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    metrics = []
+    for cut in ("micro_batch_size=1", "micro_batch_size=3", "micro_batch_size=null", "micro_batch_tokens=150"):
+        assert train_in_child(tmp_path / cut, f"trainer.{cut}", *BASE) == 0
+        metrics.append(rows(tmp_path / cut))
+    for number, cut in enumerate((["data.packing=true"], ["data.packing=true", "trainer.micro_batch_tokens=150"])):
+        assert train_in_child(tmp_path / f"packed-{number}", *cut, *BASE) == 0
+        metrics.append(rows(tmp_path / f"packed-{number}"))
+    for other in metrics:
+        assert other == [pytest.approx(row, rel=1e-6) for row in metrics[0]]
 
 
 def test_resume_on_another_number_of_processes(tmp_path):

@@ -59,7 +59,7 @@ def build_datasets(
         held_out = builder.encoded(DatasetMeta(config.eval_path), template, processors)
     sets, size = cache.size()
     if sets:
-        logger.info("encoded rows are kept in %s (%d data sets, %s)", cache.root, sets, _bytes(size))
+        logger.info("encoded rows are kept in %s (%d data set%s, %s)", cache.root, sets, "s" * (sets > 1), _bytes(size))
     return train, held_out
 
 

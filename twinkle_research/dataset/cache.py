@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -123,8 +123,12 @@ class EncodedCache:
 
     def size(self) -> tuple[int, int]:
         """(number of data sets that are kept, their bytes)."""
-        files = [file for file in self.root.glob("*/*") if not file.parent.name.startswith(_RUN_PREFIX)]
-        return len({file.parent for file in files}), sum(file.stat().st_size for file in files if file.is_file())
+        kept = [header.parent for header in self.root.glob(f"*/{_HEADER}") if _is_kept(header.parent)]
+        size = 0
+        for file in (file for folder in kept for file in folder.glob("*")):
+            with suppress(FileNotFoundError):  # somebody clears the folder
+                size += file.stat().st_size
+        return len(kept), size
 
     # --- inner --------------------------------------------------------------------------------------------------
 
@@ -206,6 +210,10 @@ class EncodedCache:
                 f"cannot write encoded rows to {self.root}: {exc.strerror or exc}; data.cache_dir, or the environment variable "
                 "TWINKLE_CACHE, names another place"
             ) from exc
+
+
+def _is_kept(folder: Path) -> bool:
+    return not folder.name.startswith(_RUN_PREFIX) and not folder.name.endswith(".tmp")
 
 
 def _lock_path(folder: Path) -> Path:

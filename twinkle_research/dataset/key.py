@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,5 @@ def code_digest() -> str:
     for file in sorted(files):
         digest.update(f"{file.relative_to(package)}\n{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     for library in _LIBRARIES:
-        digest.update(f"{library} {_version(library)}\n".encode())
+        digest.update(f"{library} {version(library)}\n".encode())
     return digest.hexdigest()
-
-
-def _version(library: str) -> str:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return "none"

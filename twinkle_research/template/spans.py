@@ -51,10 +51,11 @@ class TrainedText:
 
 @dataclass(eq=False)
 class _Turn:
-    """One assistant turn in the rendering that ends with it."""
+    """One assistant turn in the rendering that ends with it. ``shown``: what the template itself has of its words."""
 
     text: str
     place: TrainedTurn
+    shown: str
 
     def fits(self, text: str) -> bool:
         """True where ``text`` starts with this turn and all that it was sampled after."""
@@ -151,15 +152,16 @@ def _locate(renderer: ChatRenderer, messages: Messages, tools: Tools, message: d
     thought = message.get("reasoning_content", "").strip("\n")
     start, first, prompt = _start(renderer, messages[:-1], tools, text, prompts, bool(thought.strip()))
     if facts.thinking == "dropped" and (thought.strip() or len(prompt) > start):
-        return _recomposed(renderer, text, start, prompt, thought)
-    end = _end(renderer, text, first, marks is not None)
+        end = _end(renderer, text, start, message, marked=False)
+        return _recomposed(renderer, text, (start, end), prompt, thought)
+    end = _end(renderer, text, first, message, marks is not None)
     if marks is None:
-        return _Turn(text, TrainedTurn(start, first, end, [(first, end)]))
+        return _Turn(text, TrainedTurn(start, first, end, [(first, end)]), text[first:end])
     clipped = [(max(s, first), min(e, end)) for s, e in marks]
     spans = [(s, e) for s, e in clipped if s < e]
     if spans and text[spans[-1][1] : end] == facts.end:
         spans[-1] = (spans[-1][0], end)
-    return _Turn(text, TrainedTurn(start, first, end, spans))
+    return _Turn(text, TrainedTurn(start, first, end, spans), text[first:end])
 
 
 def _prompts(renderer: ChatRenderer, before: Messages, tools: Tools) -> dict[bool, str]:
@@ -221,8 +223,12 @@ def _before_content(renderer: ChatRenderer, before: Messages, tools: Tools) -> s
     return renderer.render([*before, {"role": "assistant", "content": PROBE}], tools).partition(PROBE)[0]
 
 
-def _recomposed(renderer: ChatRenderer, text: str, start: int, prompt: str, thought: str) -> _Turn:
-    """The turn as it was sampled, in a template that shows it without its thinking: prompt, thinking, what is shown."""
+def _recomposed(renderer: ChatRenderer, text: str, place: Span, prompt: str, thought: str) -> _Turn:
+    """The turn as it was sampled, in a template that shows it without its thinking: prompt, thinking, what is shown.
+
+    ``place``: where ``text`` shows it.
+    """
+    start, end = place
     block = inline_thinking(thought, "")
     opened = next((n for n in range(len("<think>\n"), 0, -1) if prompt.endswith(block[:n])), 0)
     if not opened and (prompt != text[:start] or prompt.rstrip().endswith("</think>")):
@@ -230,20 +236,20 @@ def _recomposed(renderer: ChatRenderer, text: str, start: int, prompt: str, thou
             f"the chat template of {renderer.name} does not show the thinking of an assistant message, and its generation prompt "
             f"({prompt[-40:]!r}) does not say where it would stand; remove it from the data (data.processor)"
         )
-    end = _end(renderer, text, start, marked=False)
     body = block[opened:]
     first = len(prompt) if thought.strip() else len(prompt) + len(body)  # a block with nothing in it is not the model's
     last = len(prompt) + len(body) + end - start
-    return _Turn(prompt + body + text[start:], TrainedTurn(len(prompt), first, last, [(first, last)]))
+    return _Turn(prompt + body + text[start:], TrainedTurn(len(prompt), first, last, [(first, last)]), text[start:end])
 
 
-def _end(renderer: ChatRenderer, after: str, start: int, marked: bool) -> int:
-    """End of the end-of-turn marker of the last turn of ``after``."""
+def _end(renderer: ChatRenderer, after: str, start: int, message: dict[str, Any], marked: bool) -> int:
+    """End of the end-of-turn marker of ``message``, the last turn of ``after``."""
     facts = renderer.facts
     if facts.end and after.endswith(facts.tail) and len(after) - len(facts.tail) >= start:
         return len(after) - len(facts.tail) + len(facts.end)
     stripped = after.rstrip()
-    if len(stripped) > start and any(stripped.endswith(token) for token in renderer.added_tokens):
+    own = "" if message.get("tool_calls") else message["content"].rstrip()  # a token that the content ends with is no marker
+    if len(stripped) > start and any(stripped.endswith(t) and not own.endswith(t) for t in renderer.added_tokens):
         return len(stripped)  # another marker, as some templates have it after tool calls
     if marked:
         return len(after)
@@ -255,10 +261,11 @@ def _end(renderer: ChatRenderer, after: str, start: int, marked: bool) -> int:
 
 def _verify(renderer: ChatRenderer, turn: _Turn, message: dict[str, Any]) -> None:
     """The trained text must hold all that the message says: nothing of the data is dropped in silence."""
-    text = turn.text[turn.place.start : turn.place.end]
+    whole = turn.text[turn.place.start : turn.place.end]
     parts = {"thinking": [message.get("reasoning_content", "")], "content": [message["content"]]}
     parts["tool call"] = [call["function"]["name"] for call in message.get("tool_calls", [])]
     for kind, values in parts.items():
+        text = whole if kind == "thinking" else turn.shown
         if any(value.strip() not in text for value in values):
             advice = " (or set data.enable_thinking=true)" if kind == "thinking" and not renderer.enable_thinking else ""
             raise RenderError(
