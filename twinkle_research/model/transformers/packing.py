@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from twinkle_research.model.transformers.compute import Compute, Trained
 
 LENGTHS = (14, 11, 9)  # in the order in which they are packed
-# All are relative distances of log-probabilities. A document packed and the same alone differ by rounding: at most 2e-7 in
-# float32 (which some models use inside whatever their dtype) and 0 in bfloat16 over 100 architectures on a CPU, with room
-# for kernels that depend on the shape. Leaking ones differ by 2e-1, or 1e-5 where their weights are small and random.
+# All are relative distances of log-probabilities. A document packed and the same alone differ by rounding: on a CPU at most
+# 2e-7 in float32 (which some models use inside whatever their dtype) over 86 architectures and 0 in bfloat16 over 12, with
+# room for kernels that depend on the shape. Leaking ones differ by 2e-1, or 1e-5 where their weights are small and random.
 ALONE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # That rounding would hide a small leak in bfloat16. So a document is also packed behind two different ones of one length.
 # Shapes are the same and so is the rounding, but for mixtures of experts, where the document before both shows how large
