@@ -40,7 +40,7 @@ def isolate() -> Path:
         os.environ.pop(name, None)
     for name in [n for n in os.environ if n.startswith(("SLURM_", "TORCHELASTIC_"))] + ["RANK", "LOCAL_RANK", "WORLD_SIZE"]:
         os.environ.pop(name, None)
-    # Real rows, where they lie beside the checkout; tests that need them can also make their own.
+    # Real rows, where they lie beside the checkout; tests that read them can also make their own.
     data = ROOT.parent / "shared" / "data"
     if data.is_dir():
         os.environ.setdefault("TWINKLE_DATA", str(data))

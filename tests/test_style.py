@@ -210,7 +210,7 @@ def test_no_import_circles():
 
 
 # Anybody may import these; they import nothing of the project but one another. So may a package's config.py be.
-VOCABULARY = {"errors", "randomness", "data_format", "symbols", "cachefolder"}
+VOCABULARY = {"errors", "randomness", "data_format", "symbols", "cachefolder", "durable"}
 # What else a package may import: arrows point down this list's dependencies only.
 USES = {
     "loss": set(),

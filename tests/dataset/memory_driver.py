@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "template"), str(Path(__file__).parents[2])]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "template"), str(TESTS), str(TESTS.parent)]
 
 from chat_styles import make_tokenizer  # noqa: E402
 from children import fork, peak_growth_mib, wait  # noqa: E402

@@ -178,14 +178,31 @@ NULL_CONTENT = TEXT_ARGUMENTS.replace("m.content }}", "(m.content if m.content i
 STYLES = {key.lower(): text for key, text in list(globals().items()) if key.isupper() and "for m in messages" in str(text)}
 
 
-@lru_cache
-def _backend() -> str:
+def byte_level(special: list[str], size: int) -> Tokenizer:
+    """As GPT-2, Qwen and Llama 3 have it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def metaspace(special: list[str], size: int, prepend_scheme: str) -> Tokenizer:
+    """In the manner of sentencepiece, with bytes as a last resort."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    names = ["<unk>", *special, *(f"<0x{i:02X}>" for i in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, show_progress=False)
+    tokenizer.train_from_iterator([text.replace("\n", " ") for text in CORPUS], trainer)
+    return tokenizer
+
+
+@lru_cache
+def _backend() -> str:
+    tokenizer = byte_level(SPECIAL, 420)
     # Adds a begin-of-text token and trims offsets, as real tokenizers do.
     frame = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), frame])
@@ -203,13 +220,7 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 
 def make_metaspace_tokenizer(template: str, prepend_scheme: str) -> PreTrainedTokenizerFast:
-    """In the manner of sentencepiece, with bytes as a last resort."""
-    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    special = ["<unk>", *SPECIAL, *(f"<0x{i:02X}>" for i in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
-    backend.train_from_iterator([text.replace("\n", " ") for text in CORPUS], trainer)
+    backend = metaspace(SPECIAL, 700, prepend_scheme)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS)
     tokenizer.chat_template = STYLES[template]
     return tokenizer

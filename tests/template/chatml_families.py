@@ -1,17 +1,12 @@
 """What a family of chat formats is for the tests, and the families that use ChatML's markers. See families.py."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from chat_styles import byte_level, metaspace
 from transformers import PreTrainedTokenizerFast
-
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog. What is the capital of France? Paris is the capital of France.",
-    "user assistant system tool model\n\nHello! How are you today? I am fine, thank you.\n1 2 3 4 5 6 7 8 9 10",
-    '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n\nYou are a helpful assistant.   \n\n\n',
-] * 3
 
 
 def dumps(value) -> str:
@@ -33,7 +28,7 @@ def thought_of(message: dict) -> tuple[str, str]:
 
 
 @dataclass
-class Family:
+class Family(ABC):
     """``thinking``: "own" (a place for it), "inline" (part of the content), "no" (not shown, so refused)."""
 
     template: str
@@ -46,9 +41,9 @@ class Family:
     thinking: str = "inline"
     metaspace: bool = False
 
+    @abstractmethod
     def before(self, messages: list[dict], tools: list | None, thought: bool) -> str:
         """``thought``: whether the turn that comes has thinking."""
-        raise NotImplementedError
 
     def turn(self, message: dict) -> str:
         thought, content = thought_of(message)
@@ -60,20 +55,7 @@ class Family:
     @lru_cache  # noqa: B019 (one of each family, for the whole test run)
     def tokenizer(self) -> PreTrainedTokenizerFast:
         special = self.special.split()
-        if self.metaspace:
-            backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-            backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-            backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-            names = ["<unk>", *special, *(f"<0x{i:02X}>" for i in range(256))]
-            trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=names, show_progress=False)
-            backend.train_from_iterator([text.replace("\n", " ") for text in CORPUS], trainer)
-        else:
-            backend = Tokenizer(models.BPE())
-            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            backend.decoder = decoders.ByteLevel()
-            alphabet = pre_tokenizers.ByteLevel.alphabet()
-            trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-            backend.train_from_iterator(CORPUS, trainer)
+        backend = metaspace(special, 800, "first") if self.metaspace else byte_level(special, 500)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=self.bos, eos_token=self.eos or self.end)
         tokenizer.chat_template = self.template
         return tokenizer

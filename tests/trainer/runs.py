@@ -9,18 +9,19 @@ import json
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import peft  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from children import fork, wait
 from omegaconf import DictConfig
 
 import twinkle_research.trainer.run  # noqa: F401
 from twinkle_research.config import compose, to_object
 from twinkle_research.config.plan import run_plan
 from twinkle_research.distributed.launcher import start
+from twinkle_research.trainer.sft import SftTrainer
 
 QUIET = ["tracking.progress=none", "tracking.tensorboard=false", "tracking.report=false", "data.sample_prompts=[]"]
 # 23 rows by 4: six steps an epoch, the last of them with three rows.
@@ -43,10 +44,10 @@ def train_in_fork(run_dir: Path, *overrides: str, before: Callable[[], None] | N
     """Starts ``train`` in a child, after ``before`` in that child, and returns its pid."""
     composed(overrides)  # here, so that children need not
 
-    def action() -> int:
+    def action() -> None:
         if before is not None:
             before()
-        return train(run_dir, *overrides)
+        sys.exit(train(run_dir, *overrides))
 
     return fork(action)
 
@@ -56,29 +57,17 @@ def train_in_child(run_dir: Path, *overrides: str, before: Callable[[], None] | 
     return wait(train_in_fork(run_dir, *overrides, before=before))
 
 
-def fork(action: Callable[[], int]) -> int:
-    """Starts ``action`` in a child and returns its pid; the child ends with the code that ``action`` returns."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 70
-        try:
-            code = action()
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else 70
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
+def killed_after(step: int) -> None:
+    """In a child: SIGKILL after ``step`` optimizer steps, the next one having been computed but not recorded."""
+    inner = SftTrainer.train_step
 
+    def train_step(self, features):
+        row = inner(self, features)
+        if self.step == step + 1:
+            die()
+        return row
 
-def wait(pid: int) -> int:
-    """The exit code of a child; the negative signal number if one killed it."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    SftTrainer.train_step = train_step
 
 
 def die() -> None:

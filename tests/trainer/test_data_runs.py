@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import die, fingerprint, rows, train_in_child
+from runs import fingerprint, killed_after, rows, train_in_child
 
 from twinkle_research.config import compose, validate
 from twinkle_research.errors import ConfigError
-from twinkle_research.trainer.sft import SftTrainer
 
 STREAM = ["data=jsonl", "data.streaming=true", "data.shuffle=false", "trainer.epochs=null", "trainer.max_steps=9",
           "data.limit=null", "checkpoint.every=1"]  # fmt: skip
@@ -27,18 +26,6 @@ def write(path: Path, count: int, name: str) -> Path:
 def path(tmp_path_factory) -> Path:
     """13 rows: four batches a pass, the last of one row."""
     return write(tmp_path_factory.mktemp("rows") / "rows.jsonl", 13, "row")
-
-
-def killed_after(step: int) -> None:
-    inner = SftTrainer.train_step
-
-    def train_step(self, features):
-        row = inner(self, features)
-        if self.step == step + 1:
-            die()
-        return row
-
-    SftTrainer.train_step = train_step
 
 
 def test_a_stream_trains_as_encoded_rows_in_their_order_and_resumes_exactly(path, tmp_path) -> None:

@@ -6,7 +6,8 @@ import signal
 import time
 
 import pytest
-from runs import die, fingerprint, rows, train_in_child, train_in_fork, wait
+from children import wait
+from runs import die, fingerprint, killed_after, rows, train_in_child, train_in_fork
 
 from twinkle_research.trainer.sft import SftTrainer
 
@@ -23,19 +24,6 @@ def undisturbed(tmp_path_factory):
     steps = [row["step"] for row in rows(run_dir)]
     assert steps == list(range(STEPS + 1))
     return fingerprint(run_dir)
-
-
-def killed_after(step):
-    """In a child: SIGKILL after ``step`` optimizer steps, the next one having been computed but not recorded."""
-    inner = SftTrainer.train_step
-
-    def train_step(self, features):
-        row = inner(self, features)
-        if self.step == step + 1:
-            die()
-        return row
-
-    SftTrainer.train_step = train_step
 
 
 @pytest.mark.parametrize("step", range(1, STEPS))

@@ -8,17 +8,9 @@ import shutil
 from pathlib import Path
 
 from twinkle_research.checkpoint.names import RESERVED_SUFFIXES, TRASH
+from twinkle_research.durable import fsync_path
 
 CHUNK = 8 << 20
-
-
-def fsync_directory(path: Path) -> None:
-    """Makes the names in ``path`` (creations, renames, deletions) durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folders(path: Path) -> None:
@@ -26,19 +18,11 @@ def make_folders(path: Path) -> None:
     if not path.is_dir():
         make_folders(path.parent)
         path.mkdir(exist_ok=True)
-        fsync_directory(path.parent)
-
-
-def fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_path(path.parent)
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Writes a file that must not exist yet, durably but for its name (see fsync_directory)."""
+    """Writes a file that must not exist yet, durably but for its name (see fsync_path)."""
     with open(path, "xb", buffering=0) as file:
         write_all(file, memoryview(data))
         os.fsync(file.fileno())
@@ -56,7 +40,7 @@ def write_pointer(path: Path, name: str) -> None:
     temporary.unlink(missing_ok=True)
     write_new(temporary, f"{name}\n".encode())
     os.replace(temporary, path)
-    fsync_directory(path.parent)
+    fsync_path(path.parent)
 
 
 def sha256_file(path: Path) -> str:
@@ -75,6 +59,6 @@ def remove_folder(path: Path) -> None:
         if trash.exists():
             shutil.rmtree(trash)
         os.rename(path, trash)
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
         path = trash
     shutil.rmtree(path)

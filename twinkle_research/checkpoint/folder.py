@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_research.checkpoint.files import fsync_directory, fsync_file, make_folders, remove_folder, write_new
+from twinkle_research.checkpoint.files import make_folders, remove_folder, write_new
 from twinkle_research.checkpoint.names import REPLACED, TMP, TRASH, safe_relative
 from twinkle_research.checkpoint.stream import TensorSpec, plan_shards, write_tensors
+from twinkle_research.durable import fsync_path
 
 if TYPE_CHECKING:
     import torch
@@ -145,19 +146,19 @@ class FolderWriter:
     def _flush(self) -> None:
         for name in self.written_files():
             if name not in self._hashes:  # written by someone else through path()
-                fsync_file(self.folder / name)
+                fsync_path(self.folder / name)
         folders = [path for path in self.folder.rglob("*") if path.is_dir()]
         for folder in sorted(folders, key=lambda path: -len(path.parts)):
-            fsync_directory(folder)
-        fsync_directory(self.folder)
+            fsync_path(folder)
+        fsync_path(self.folder)
 
     def _rename(self) -> None:
         replaced = self.target.with_name(self.target.name + REPLACED)
         if self.target.exists():  # the same name again: at every moment one of the two is whole
             os.rename(self.target, replaced)
-            fsync_directory(self.target.parent)
+            fsync_path(self.target.parent)
         os.rename(self.folder, self.target)
-        fsync_directory(self.target.parent)
+        fsync_path(self.target.parent)
         if replaced.exists():
             remove_folder(replaced)
 
@@ -167,7 +168,7 @@ def recover(target: Path) -> None:
     unfinished, replaced, trash = (target.with_name(target.name + suffix) for suffix in (TMP, REPLACED, TRASH))
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)
-        fsync_directory(target.parent)
+        fsync_path(target.parent)
     for leftover in (unfinished, replaced, trash):
         if leftover.exists():
             remove_folder(leftover)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from filelock import FileLock, Timeout
 from twinkle_research.cachefolder import cache_root
 from twinkle_research.dataset.rows import DroppedRow, Origin, RowReport, Stage
 from twinkle_research.dataset.store import ARRAYS, FeatureStore, FeatureWriter, blocks, file_name
+from twinkle_research.durable import fsync_path
 from twinkle_research.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -193,9 +193,9 @@ class EncodedCache:
                 header["dropped"] = (partial / _DROPPED).stat().st_size
                 (partial / _HEADER).write_text(_sealed(header), encoding="utf-8")
                 for file in partial.iterdir():
-                    _sync(file)
+                    fsync_path(file)
                 partial.rename(folder)
-                _sync(self.root)
+                fsync_path(self.root)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -289,11 +289,3 @@ def _sha256(file: BinaryIO) -> str:
     for block in blocks(file):
         digest.update(block)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

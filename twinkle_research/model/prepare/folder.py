@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinkle_research.cachefolder import cache_root
+from twinkle_research.durable import fsync_path
 from twinkle_research.errors import ConfigError, UserError, nearest
 from twinkle_research.model.config import DType, ModelConfig, ModelSource
 from twinkle_research.model.facts import Facts, read_facts
@@ -129,21 +130,13 @@ def _write_atomically(recipe: Recipe, dtype: DType, target: Path) -> None:
         mode = (partial / "config.json").stat().st_mode
         for file in partial.iterdir():
             file.chmod(mode)  # safetensors writes for the owner alone; a shared cache needs the usual mode
-            _sync(file)
+            fsync_path(file)
         if target.is_dir() and not any(target.iterdir()):
             target.rmdir()
         partial.rename(target)
-        _sync(target.parent)
+        fsync_path(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,10 @@ from pathlib import Path
 
 
 def fork(action: Callable[[], object]) -> int:
-    """Starts ``action`` in a child and returns its pid; the child ends with 0, or with 1 where it raised."""
+    """Starts ``action`` in a child and returns its pid; the child ends with 0, with what ``action`` gave to sys.exit, or
+    with 1 where it raised."""
     sys.stdout.flush()
+    sys.stderr.flush()
     pid = os.fork()
     if pid:
         return pid
@@ -19,6 +21,8 @@ def fork(action: Callable[[], object]) -> int:
     try:
         action()
         code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:
