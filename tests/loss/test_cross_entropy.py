@@ -113,3 +113,19 @@ def test_building_and_refusing():
     for wrong in ({"normalization": "rows"}, {"label_smoothing": 1.0}, {"z_loss": float("nan")}):
         with pytest.raises(ConfigError):
             CrossEntropyLoss(**wrong)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence"])
+def test_s02_masked_answers_leave_the_denominator_too(normalization):
+    """4 tokens of loss 0.5 are trained, 6 of a cut answer are not: 0.5. With both masked: exactly 0, gradients 0 and finite."""
+    loss = CrossEntropyLoss(normalization)
+    for first_row_trained, expected in ((True, 0.5), (False, 0.0)):
+        mask = torch.zeros(2, 6)
+        mask[0, :4] = float(first_row_trained)
+        logprobs = (-0.5 * mask).requires_grad_()
+        labels = [[7] * 4 if first_row_trained else [-100] * 4, [-100] * 6]
+        count = loss.count([{"labels": row} for row in labels])
+        output = loss(TokenScores(logprobs), inputs_of(mask), count)
+        output.loss.backward()
+        assert output.loss.item() == expected and torch.isfinite(logprobs.grad).all()
+        assert (logprobs.grad[mask == 0] == 0).all()
