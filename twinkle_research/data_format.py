@@ -47,6 +47,9 @@ class InputFeature(TypedDict, total=False):
     ``labels`` are pre-shifted: ``labels[t]`` is the target of ``logits[t]``; IGNORE_INDEX is not trained.
     ``sample_index`` numbers the row within its optimizer step (it keys dropout); the data loader sets it.
     ``row`` says where the row came from, for error messages: "file:line" or "dataset[i]".
+    Rows that were sampled say from which distribution: ``temperature``, and ``kept_ids``, for each trained position the
+    token ids that top-k and top-p left (None: all). Log-probabilities are then those of that distribution.
+    ``dropout_step`` keys dropout in place of the optimizer step, so that the passes over one rollout share their masks.
     """
 
     input_ids: list[int]
@@ -56,6 +59,9 @@ class InputFeature(TypedDict, total=False):
     length: int
     sample_index: int
     row: str
+    temperature: float
+    kept_ids: list[list[int]] | None
+    dropout_step: int
 
 
 @dataclass
@@ -117,6 +123,7 @@ class SampledSequence:
     logprobs: list[list[tuple[int, float]]] | None = None
     decoded: str | None = None
     new_input_feature: InputFeature | None = None
+    kept: list[list[int]] | None = None  # per token the ids that top-k and top-p left, ascending; None: nothing was filtered
 
 
 @dataclass

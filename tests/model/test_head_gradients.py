@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from twinkle_research.model.head import OUTPUTS, LogitTransform, score_labels
+from twinkle_research.model.head import OUTPUTS, LogitTransform, SampledFrom, score_labels
 
 N, D, V = 11, 6, 17
 TRANSFORMS = [LogitTransform(), LogitTransform(0.25), LogitTransform(1.0, 2.0), LogitTransform(3.0, 1.5)]
@@ -19,14 +19,19 @@ def tensors(dtype=torch.float64, trained=True, bias=True):
     return hidden, weight, b, torch.randint(V, (N,), generator=g)
 
 
-def full_logits(hidden, weight, bias, labels, transform):
+def full_logits(hidden, weight, bias, labels, transform, temperature=None, keep_NV=None):
     """The definition, with all logits at once."""
     z = torch.nn.functional.linear(hidden, weight, bias) * transform.scale
     if transform.softcap:
         z = transform.softcap * torch.tanh(z / transform.softcap)
+    if temperature is not None:
+        z = z / temperature[:, None]
+    if keep_NV is not None:
+        z = z.masked_fill(~keep_NV, -torch.inf)
     logp = z.log_softmax(-1)
+    finite = logp.masked_fill(logp == -torch.inf, 0.0)
     return {
-        "logprobs": logp.gather(-1, labels[:, None]).squeeze(-1), "entropy": -(logp.exp() * logp).sum(-1),
+        "logprobs": logp.gather(-1, labels[:, None]).squeeze(-1), "entropy": -(logp.exp() * finite).sum(-1),
         "logsumexp": z.logsumexp(-1), "mean_logprobs": logp.mean(-1),
     }  # fmt: skip
 
@@ -53,6 +58,44 @@ def test_every_output_and_gradient(transform, trained, bias):
         assert all(getattr(found, name) is None for name in OUTPUTS if name not in ours)
         for mine, right in zip(gradients(ours, (hidden, weight, b), weights), gradients(expected, (hidden, weight, b), weights)):
             assert torch.allclose(mine, right, rtol=1e-11, atol=1e-11), (needs, chunk)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_distribution_sampled_from(transform, trained, filtered):
+    """Temperatures of each position, and kept sets at two of three positions."""
+    hidden, weight, b, labels = tensors(trained=trained)
+    g = torch.Generator().manual_seed(2)
+    temperature = 0.3 + torch.rand(N, generator=g, dtype=torch.float64)
+    keep = torch.rand(N, V, generator=g) < 0.4
+    keep[torch.arange(N), labels] = True
+    keep[::3] = True
+    listed = keep.clone()
+    listed[::3] = False
+    positions, ids = listed.nonzero().unbind(-1)
+    sampled = SampledFrom(temperature, positions, ids) if filtered else SampledFrom(temperature)
+    names = OUTPUTS[:3] if filtered else OUTPUTS
+    weights = {name: torch.randn(N, generator=g, dtype=torch.float64) for name in OUTPUTS}
+    for chunk in (1, 4, 100):
+        expected = full_logits(hidden, weight, b, labels, transform, temperature, keep if filtered else None)
+        expected = {name: expected[name] for name in names}
+        found = score_labels(
+            hidden, weight, labels, bias_V=b, transform=transform, needs=frozenset(names), chunk=chunk, sampled_from=sampled
+        )
+        ours = {name: getattr(found, name) for name in names}
+        for name in names:
+            assert torch.allclose(ours[name], expected[name], rtol=1e-12, atol=1e-12), (name, chunk)
+        for mine, right in zip(gradients(ours, (hidden, weight, b), weights), gradients(expected, (hidden, weight, b), weights)):
+            assert torch.allclose(mine, right, rtol=1e-11, atol=1e-11), chunk
+
+
+def test_no_mean_over_a_filtered_vocabulary():
+    hidden, weight, _, labels = tensors(bias=False)
+    kept = SampledFrom(None, torch.arange(N), labels)
+    with pytest.raises(ValueError, match="infinite where tokens are filtered out"):
+        score_labels(hidden, weight, labels, needs=frozenset({"mean_logprobs"}), sampled_from=kept)
+    assert score_labels(hidden, weight, labels, sampled_from=kept).logprobs.tolist() == [0.0] * N  # nothing else could come
 
 
 @pytest.mark.parametrize("bias", [True, False])

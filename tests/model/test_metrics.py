@@ -36,10 +36,11 @@ def test_sums_do_not_depend_on_their_order():
 
 def test_meter_over_ranks():
     meter = Meter([LossMetric(), TrainMetric()])
-    meter.accumulate(CallRecord(loss_sum=6.0, count=2, num_tokens=2, extra={"nll": (4.0, 2)}))
+    meter.accumulate(CallRecord(loss_sum=6.0, count=2, num_tokens=2, extra={"nll": (4.0, 2)}, maxima={"gap": 0.5}))
     meter.on_step(StepRecord(grad_norm=3.0, lr=0.1))
-    other = [{"loss": (2.0, 2), "nll": (2.0, 2)}, {"tokens": (5, 0)}]
-    assert meter.calculate(lambda own: [own, other]) == {"loss": 2.0, "nll": 1.5, "grad_norm": 3.0, "lr": 0.1, "tokens": 7}
+    other = [({"loss": (2.0, 2), "nll": (2.0, 2)}, {"gap": 0.25}), ({"tokens": (5, 0)}, {})]
+    expected = {"loss": 2.0, "nll": 1.5, "gap": 0.5, "grad_norm": 3.0, "lr": 0.1, "tokens": 7}
+    assert meter.calculate(lambda own: [own, other]) == expected
     assert meter.calculate(lambda own: [own]) == {"loss": 0.0, "tokens": 0}
 
 

@@ -191,3 +191,35 @@ def test_packed_rows_are_full() -> None:
 def test_ids_that_are_no_whole_numbers_are_named(ids, shown):
     with pytest.raises(DataError, match=rf"rows.jsonl:3: input_ids\[0\] is {shown}, expected a whole number"):
         InputProcessor().collate([{"input_ids": ids, "labels": [-100, 2], "row": "rows.jsonl:3"}])
+
+
+def test_the_distribution_that_rows_were_drawn_from() -> None:
+    """Temperatures spread over rows; kept sets as pairs of flat place and token, in ascending places, padded and packed."""
+    rows = [
+        feature([1, 2, 3], [IGN, 3, 4], temperature=0.5, kept_ids=[[3, 7], [4]]),
+        feature([5, 6], [6, IGN]),
+        feature([8, 9, 9, 9], [IGN, 9, 9, IGN], temperature=2.0, kept_ids=[[9], [1, 9]]),
+    ]
+    padded = collate(rows)
+    assert padded.temperature.tolist() == [[0.5, 0.5, 0.5, 1.0], [1.0] * 4, [2.0] * 4]
+    assert [t.tolist() for t in padded.kept] == [[1, 1, 2, 9, 10, 10], [3, 7, 4, 9, 1, 9]]
+    left = collate(rows, "left")
+    assert [t.tolist() for t in left.kept] == [[2, 2, 3, 9, 10, 10], [3, 7, 4, 9, 1, 9]]
+    packed = InputProcessor(micro_batch_tokens=99, packing=True).collate(rows)
+    assert packed.temperature.tolist() == [[0.5] * 3 + [1.0] * 2 + [2.0] * 4]
+    assert [t.tolist() for t in packed.kept] == [[1, 1, 2, 6, 7, 7], [3, 7, 4, 9, 1, 9]]
+    plain = collate([feature([1, 2])])
+    assert plain.temperature is None and plain.kept is None
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        (feature([1, 2], [2, IGN], kept_ids=[[3]], row="a:1"), r"a:1: label 2 is not in its own kept set \(kept_ids\[0\]\)"),
+        (feature([1, 2], [2, IGN], kept_ids=[], row="a:1"), "a:1: kept_ids has 0 sets for 1 trained positions"),
+        (feature([1, 2], temperature=0.0), "row 0: temperature must be > 0, got 0.0"),
+    ],
+)
+def test_a_row_that_cannot_have_been_drawn_so(row: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        collate([row])

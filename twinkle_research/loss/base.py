@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from twinkle_research.data_format import IGNORE_INDEX, InputFeature
@@ -37,8 +37,17 @@ class LossInputs:
     sequence_ids: Tensor  # [B, T] int64, index of the document within this call; padding has any valid index
     num_sequences: int
     advantages: Tensor | None = None  # [B, T]
-    old_logprobs: Tensor | None = None  # [B, T]
-    ref_logprobs: Tensor | None = None  # [B, T]
+    old_logprobs: Tensor | None = None  # [B, T] of the policy before the first update on these rows; None: the ratio is 1
+    ref_logprobs: Tensor | None = None  # [B, T] of the reference
+    sampler_logprobs: Tensor | None = None  # [B, T] as the sampler gave them
+    old_values: Tensor | None = None  # [B, T] of the value head before the first update
+    returns: Tensor | None = None  # [B, T] what the values are to be
+    baselines: Tensor | None = None  # [B, T] the same on all of a row: what its log-ratio is compared with (KTO)
+
+    def sum_by_sequence(self, values_BT: Tensor) -> Tensor:
+        """[num_sequences]: over each sequence's trained positions."""
+        sums = values_BT.new_zeros(self.num_sequences)
+        return sums.index_add(0, self.sequence_ids.reshape(-1), (values_BT * self.mask).reshape(-1))
 
 
 @dataclass
@@ -46,12 +55,15 @@ class LossOutput:
     loss: Tensor  # scalar with gradient, already divided by the normaliser
     sequence_losses: Tensor  # [num_sequences] detached sums, to name the rows of a non-finite loss
     metrics: dict[str, tuple[Tensor, Tensor]]  # name -> (sum, count), summed over calls and ranks before division
+    maxima: dict[str, Tensor] = field(default_factory=dict)  # name -> largest value over tokens
 
 
 class Loss(ABC):
-    """Base of all losses. ``needs`` names the optional TokenScores fields that it reads."""
+    """Base of all losses. ``needs`` names the optional TokenScores fields that it reads. ``rows_together``: that many rows in
+    turn (a pair) belong together, and are never cut apart."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    rows_together: ClassVar[int] = 1
     normalization: str = "token"
 
     def count(self, features: Sequence[InputFeature]) -> int:

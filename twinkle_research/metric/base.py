@@ -20,6 +20,7 @@ class CallRecord:
     count: int  # this call's share of the normaliser
     num_tokens: int  # trained positions
     extra: Sums = field(default_factory=dict)  # the loss's own metrics
+    maxima: dict[str, float] = field(default_factory=dict)  # and those of which the largest counts
     features: Sequence[InputFeature] = ()
     logps: Sequence[Sequence[float]] = ()
 
@@ -44,6 +45,10 @@ class Metric(ABC):
     @abstractmethod
     def sums(self) -> Sums: ...
 
+    def maxima(self) -> dict[str, float]:
+        """Values of which the largest over all ranks counts; they are reported as they are."""
+        return {}
+
     def calculate(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """From the sums of all ranks, each divided by its count (0 where nothing was counted)."""
         return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
@@ -60,12 +65,17 @@ class LossMetric(Metric):
 
     def reset(self) -> None:
         self._sums: Sums = {"loss": (0.0, 0.0)}
+        self._maxima: dict[str, float] = {}
 
     def accumulate(self, call: CallRecord) -> None:
         self._sums = add_sums(self._sums, {"loss": (call.loss_sum, call.count), **call.extra})
+        self._maxima = largest(self._maxima, call.maxima)
 
     def sums(self) -> Sums:
         return self._sums
+
+    def maxima(self) -> dict[str, float]:
+        return self._maxima
 
 
 class TrainMetric(Metric):
@@ -100,6 +110,13 @@ def add_sums(*parts: Mapping[str, tuple[float, float]]) -> Sums:
         found = [part[name] for part in parts if name in part]
         result[name] = (_sum([total for total, _ in found]), _sum([count for _, count in found]))
     return result
+
+
+def largest(*parts: Mapping[str, float]) -> dict[str, float]:
+    """The largest value of each name; a NaN stays one."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    found = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: math.nan if any(map(math.isnan, values)) else max(values) for name, values in found.items()}
 
 
 def _sum(values: list[float]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from twinkle_research.errors import nearest
-from twinkle_research.metric.base import CallRecord, LossMetric, Metric, StepRecord, TrainMetric, add_sums
+from twinkle_research.metric.base import CallRecord, LossMetric, Metric, StepRecord, TrainMetric, add_sums, largest
 
 METRICS = {"LossMetric": LossMetric, "TrainMetric": TrainMetric}
 
@@ -35,9 +35,9 @@ class Meter:
 
     def calculate(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
         """The values since the last reading, over all ranks. ``gather`` returns the value of each rank. Collective."""
-        ranks = gather([metric.sums() for metric in self._metrics])
+        ranks = gather([(metric.sums(), metric.maxima()) for metric in self._metrics])
         result: dict[str, float] = {}
         for i, metric in enumerate(self._metrics):
-            result |= metric.calculate(add_sums(*[rank[i] for rank in ranks]))
+            result |= metric.calculate(add_sums(*[rank[i][0] for rank in ranks])) | largest(*[rank[i][1] for rank in ranks])
             metric.reset()
         return result

@@ -179,6 +179,14 @@ class TwinkleModel(ABC):
     def reference_logps(self, inputs: Sequence[InputFeature], adapter_name: str | None = None) -> list[list[float]]:
         """Per row the reference's log-probabilities, aligned with labels, 0.0 where not trained. Collective."""
 
+    @abstractmethod
+    def policy_scores(
+        self, inputs: Sequence[InputFeature], adapter_name: str | None = None, dropout: bool = False
+    ) -> dict[str, list[list[float]]]:
+        """``logps``, and ``values`` where there is a value head, of the policy as it is now; per row, aligned with labels, 0.0
+        where not trained. Neither gradient nor metrics. ``dropout``: with the masks that ``forward_backward`` would use on the
+        same rows. Collective."""
+
     # --- state --------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -3,7 +3,8 @@
 The vocabulary projection runs in chunks of positions, and only at positions that have a label. Independent of
 transformers: every backend that has hidden states and a projection matrix can use it.
 
-Notation: N labelled positions, D hidden size, V vocabulary. z = softcap(scale * (h W^T + b)), p = softmax(z).
+Notation: N labelled positions, D hidden size, V vocabulary. z = softcap(scale * (h W^T + b)) / temperature, -inf outside a
+position's kept set where it has one, p = softmax(z).
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ class LogitTransform:
     softcap: float | None = None
 
 
+@dataclass(frozen=True)
+class SampledFrom:
+    """The distribution that the labels were drawn from, where it is not the model's own."""
+
+    temperature_N: Tensor | None = None  # float32
+    # Positions (ascending) and token ids of the kept sets; a position that is not named keeps the whole vocabulary.
+    kept_positions_K: Tensor | None = None  # int64
+    kept_ids_K: Tensor | None = None  # int64
+
+
 @dataclass
 class HeadScores:
     """Values at the N labelled positions, float32 (float64 for a float64 model). None where not asked for."""
@@ -48,6 +59,7 @@ def score_labels(
     needs: frozenset[str] = frozenset(),
     chunk: int = 512,
     logprob_gradient_N: Tensor | None = None,
+    sampled_from: SampledFrom = SampledFrom(),
 ) -> HeadScores:
     """Log-probability of each label, and what ``needs`` names of OUTPUTS, differentiable in hidden, weight and bias.
 
@@ -58,13 +70,16 @@ def score_labels(
 
     ``logprob_gradient_N``: the derivative of the loss by the log-probabilities, where it is known beforehand (cross
     entropy). It only saves work: where it turns out to be wrong the exact gradient is computed, at twice the cost.
-    Labels must lie in [0, V); the caller checks that.
+    ``sampled_from``: all values are then those of the tempered, filtered distribution; the kept set is taken as given.
+    Labels must lie in [0, V), and in their kept set; the caller checks that.
     """
     unknown = set(needs) - set(OUTPUTS)
     if unknown:
         raise ValueError(f"unknown head output {sorted(unknown)[0]!r}; valid: {', '.join(OUTPUTS)}")
+    if sampled_from.kept_ids_K is not None and "mean_logprobs" in needs:
+        raise ValueError("the mean log-probability over the vocabulary is infinite where tokens are filtered out")
     needs = frozenset(needs) | {"logprobs"}
-    settings = _Settings(transform, tuple(name for name in OUTPUTS if name in needs), chunk)
+    settings = _Settings(transform, tuple(name for name in OUTPUTS if name in needs), chunk, sampled_from)
     if not torch.is_grad_enabled():  # autograd tells a function which inputs need a gradient even where none is wanted
         hidden_ND, weight_VD, bias_V = hidden_ND.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach()
     values = _ScoreLabels.apply(hidden_ND, weight_VD, bias_V, labels_N, logprob_gradient_N, settings)
@@ -76,6 +91,7 @@ class _Settings:
     transform: LogitTransform
     outputs: tuple[str, ...]
     chunk: int
+    sampled_from: SampledFrom
 
     def spans(self, n: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
@@ -108,6 +124,12 @@ class _Projection:
             z.div_(cap).tanh_()
             slope = 1 - z * z
             z.mul_(cap)
+        temperature = self.settings.sampled_from.temperature_N
+        if temperature is not None:
+            z.div_(temperature[start:stop, None])
+        dropped = self._dropped(start, stop)
+        if dropped is not None:
+            z.masked_fill_(dropped, -torch.inf)
         y = self.labels[start:stop, None]
         wanted = self.settings.outputs
         top = z.amax(-1, keepdim=True)
@@ -126,6 +148,8 @@ class _Projection:
             values["mean_logprobs"] = mean - log_total
         if logp is not None:
             logp.sub_(log_total[:, None])
+            if dropped is not None:
+                logp.masked_fill_(dropped, 0.0)  # their p is 0, and 0 * -inf would be NaN
             values["entropy"] = -(p * logp).sum(-1)
         return _Chunk(p, logp, slope, values)
 
@@ -144,15 +168,33 @@ class _Projection:
             z.mul_(self.settings.transform.scale)
         return z
 
+    def _dropped(self, start: int, stop: int) -> Tensor | None:
+        """[C, V], True for tokens outside a position's kept set."""
+        positions, ids = self.settings.sampled_from.kept_positions_K, self.settings.sampled_from.kept_ids_K
+        if positions is None:
+            return None
+        first, last = torch.searchsorted(positions, torch.tensor([start, stop], device=positions.device)).tolist()
+        rows = positions[first:last] - start
+        dropped = torch.zeros(stop - start, len(self.weight), dtype=torch.bool, device=self.hidden.device)
+        dropped[rows] = True
+        dropped[rows, ids[first:last]] = False
+        return dropped
+
     def free(self) -> None:
         self._buffer = None
 
-    def back(self, d_logits: Tensor, slope: Tensor | None) -> Tensor:
+    def gain(self, start: int, stop: int) -> float | Tensor:
+        """dz / d(h W^T + b) but for the softcap: a number, or [C, 1]."""
+        temperature = self.settings.sampled_from.temperature_N
+        scale = self.settings.transform.scale
+        return scale if temperature is None else scale / temperature[start:stop, None]
+
+    def back(self, d_logits: Tensor, slope: Tensor | None, gain: float | Tensor) -> Tensor:
         """From the derivative by z to that by h W^T + b, in the dtype of the matrix products. In place."""
         if slope is not None:
             d_logits.mul_(slope)
-        if self.settings.transform.scale != 1.0:
-            d_logits.mul_(self.settings.transform.scale)
+        if isinstance(gain, Tensor) or gain != 1.0:
+            d_logits.mul_(gain)
         return d_logits.to(self.hidden.dtype)
 
     def jacobians(self, chunk: _Chunk, start: int, stop: int) -> dict[str, Tensor]:
@@ -161,29 +203,27 @@ class _Projection:
         Formed from onehot - p, not as W[y] - pW, which would cancel in low precision when p[y] is near 1.
         """
         y = self.labels[start:stop, None]
-        wanted = self.settings.outputs
+        wanted, gain = self.settings.outputs, self.gain(start, stop)
         result = {}
         if "entropy" in wanted:  # dH/dz = -p (log p + H)
             d_entropy = chunk.logp.add_(chunk.values["entropy"][:, None]).mul_(chunk.p).neg_()
-            result["entropy"] = self.back(d_entropy, chunk.slope) @ self.weight
+            result["entropy"] = self.back(d_entropy, chunk.slope, gain) @ self.weight
         d_logprobs = chunk.p.neg_()
         d_logprobs.scatter_add_(-1, y, torch.ones_like(y, dtype=self.dtype))
-        result["logprobs"] = self.back(d_logprobs, chunk.slope) @ self.weight
+        result["logprobs"] = self.back(d_logprobs, chunk.slope, gain) @ self.weight
         if "logsumexp" in wanted or "mean_logprobs" in wanted:
-            scale = self.settings.transform.scale
-            label_slope = scale if chunk.slope is None else scale * chunk.slope.gather(-1, y)
+            label_slope = gain if chunk.slope is None else gain * chunk.slope.gather(-1, y)
             by_logsumexp = label_slope * self.weight[y.squeeze(-1)].to(self.dtype) - result["logprobs"]
             if "logsumexp" in wanted:
                 result["logsumexp"] = by_logsumexp
             if "mean_logprobs" in wanted:
-                result["mean_logprobs"] = self._mean_logit_jacobian(chunk.slope) - by_logsumexp
+                result["mean_logprobs"] = self._mean_logit_jacobian(chunk.slope, gain) - by_logsumexp
         return result
 
-    def _mean_logit_jacobian(self, slope: Tensor | None) -> Tensor:
-        scale = self.settings.transform.scale
+    def _mean_logit_jacobian(self, slope: Tensor | None, gain: float | Tensor) -> Tensor:
         if slope is None:
-            return scale * self.weight.mean(0, keepdim=True, dtype=self.dtype)
-        return scale / len(self.weight) * (slope.to(self.hidden.dtype) @ self.weight).to(self.dtype)
+            return gain * self.weight.mean(0, keepdim=True, dtype=self.dtype)
+        return gain / len(self.weight) * (slope.to(self.hidden.dtype) @ self.weight).to(self.dtype)
 
     def logit_gradient(self, chunk: _Chunk, gradients: dict[str, Tensor], start: int, stop: int) -> Tensor:
         """The loss's derivative by h W^T + b, [C, V], from those by the outputs, [C]. Uses up ``chunk``.
@@ -206,7 +246,7 @@ class _Projection:
             d_logits.add_(everywhere[:, None] / len(self.weight))
         if at_label is not None:
             d_logits.scatter_add_(-1, self.labels[start:stop, None], at_label[:, None])
-        return self.back(d_logits, chunk.slope)
+        return self.back(d_logits, chunk.slope, self.gain(start, stop))
 
 
 class _Accumulator:

@@ -17,7 +17,10 @@ from twinkle_research.data_format import IGNORE_INDEX, InputFeature
 from twinkle_research.errors import ConfigError, DataError, nearest
 
 # Public (the seed's) name of a per-token loss input -> field of Batch. The one place where the names are translated.
-LOSS_INPUTS = {"advantages": "advantages", "old_logps": "old_logprobs", "ref_logps": "ref_logprobs"}
+LOSS_INPUTS = {
+    "advantages": "advantages", "old_logps": "old_logprobs", "ref_logps": "ref_logprobs", "sampler_logps": "sampler_logprobs",
+    "old_values": "old_values", "returns": "returns", "baselines": "baselines",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Document:
     where: slice  # its positions in that row
     sample_index: int | None  # of the feature, None where it has none
     name: str | None  # where the feature came from
+    dropout_step: int | None = None  # of the feature, None where it has none
 
     @property
     def length(self) -> int:
@@ -53,6 +57,13 @@ class Batch:
     advantages: Tensor | None = None  # [B, T] float32, 0 where not trained
     old_logprobs: Tensor | None = None  # [B, T] float32, 0 where not trained
     ref_logprobs: Tensor | None = None  # [B, T] float32, 0 where not trained
+    sampler_logprobs: Tensor | None = None  # [B, T] float32, 0 where not trained
+    old_values: Tensor | None = None  # [B, T] float32, 0 where not trained
+    returns: Tensor | None = None  # [B, T] float32, 0 where not trained
+    baselines: Tensor | None = None  # [B, T] float32, 0 where not trained
+    temperature: Tensor | None = None  # [B, T] float32; None: 1 everywhere
+    # Kept sets as pairs: places in the flattened [B * T], ascending, and token ids. Places not named keep all tokens.
+    kept: tuple[Tensor, Tensor] | None = None  # int64 [K], int64 [K]
 
     @property
     def packed(self) -> bool:
@@ -66,7 +77,7 @@ class Batch:
 class InputProcessor:
     """Cuts a rank's share of a step into micro-batches, and pads or packs each.
 
-    Give at most one of ``micro_batch_size`` (rows) and ``micro_batch_tokens`` (rows x longest row, padding included; with
+    Give at most one of ``micro_batch_size`` (rows, or pairs where rows come in pairs) and ``micro_batch_tokens`` (rows x longest row, padding included; with
     ``packing`` the length of the one row); with neither, one document at a time. A document longer than
     ``micro_batch_tokens`` is a micro-batch of its own. No setting changes the update, only memory and speed.
     """
@@ -92,26 +103,37 @@ class InputProcessor:
         self.micro_batch_tokens = micro_batch_tokens
         self.packing = packing
 
-    def split(self, features: Sequence[InputFeature]) -> list[list[InputFeature]]:
+    def split(self, features: Sequence[InputFeature], together: int = 1) -> list[list[InputFeature]]:
         """The features of each micro-batch."""
-        return [[features[i] for i in part] for part in self.split_indices([len(f["input_ids"]) for f in features])]
+        lengths = [len(f["input_ids"]) for f in features]
+        return [[features[i] for i in part] for part in self.split_indices(lengths, together)]
 
-    def split_indices(self, lengths: Sequence[int]) -> list[list[int]]:
+    def split_indices(self, lengths: Sequence[int], together: int = 1) -> list[list[int]]:
         """The same cut as numbers of the rows, from their lengths alone, so that per-row loss inputs can be cut alike.
 
         Under a token budget the longest rows come first: micro-batches are of like rows (padded) or full (packed).
+        ``together``: that many rows in turn (a pair) stay in one micro-batch and in order; they count as one for
+        ``micro_batch_size``.
         """
-        order = list(range(len(lengths)))
+        groups = [lengths[i : i + together] for i in range(0, len(lengths), together)]
+        parts = self._split_groups(groups)
+        return [[g * together + k for g in part for k in range(len(groups[g]))] for part in parts]
+
+    def _split_groups(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """``groups``: the lengths of rows that stay together."""
+        order = list(range(len(groups)))
         if self.micro_batch_tokens is None:
             size = self.micro_batch_size or 1
             return [order[i : i + size] for i in range(0, len(order), size)]
-        order.sort(key=lambda i: -lengths[i])
-        return self._first_fit(order, lengths) if self.packing else self._alike(order, lengths)
+        sizes = [sum(group) if self.packing else max(group) for group in groups]
+        order.sort(key=lambda g: -sizes[g])
+        return self._first_fit(order, sizes) if self.packing else self._alike(order, sizes, len(groups[0]) if groups else 1)
 
-    def _alike(self, order: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    def _alike(self, order: list[int], longest: Sequence[int], rows: int) -> list[list[int]]:
+        """``rows``: of each group."""
         parts: list[list[int]] = []
         for i in order:
-            if not parts or lengths[parts[-1][0]] * (len(parts[-1]) + 1) > self.micro_batch_tokens:
+            if not parts or longest[parts[-1][0]] * rows * (len(parts[-1]) + 1) > self.micro_batch_tokens:
                 parts.append([])
             parts[-1].append(i)
         return parts
@@ -150,6 +172,7 @@ class InputProcessor:
         )
         for i, feature in enumerate(features):
             self._fill(batch, i, feature)
+        batch.temperature, batch.kept = _temperature(batch, features), _kept(batch, features)
         for name, values in loss_inputs.items():
             if name not in LOSS_INPUTS:
                 raise TypeError(f"unknown loss input {name!r}: {nearest(name, LOSS_INPUTS)}")
@@ -170,7 +193,8 @@ class InputProcessor:
             start = end if self.packing else width - length if self.padding_side == "left" else 0
             end = start + length
             row = 0 if self.packing else i
-            documents.append(Document(row, slice(start, end), feature.get("sample_index"), feature.get("row")))
+            where = slice(start, end)
+            documents.append(Document(row, where, feature.get("sample_index"), feature.get("row"), feature.get("dropout_step")))
         return documents, (1 if self.packing else len(features), width)
 
     def _fill(self, batch: Batch, i: int, feature: InputFeature) -> None:
@@ -211,6 +235,45 @@ class InputProcessor:
             batch.sequence_ids[row] = sequences[-1]  # also the padding
         batch.sequence_ids[row, where] = sequences
         batch.num_sequences = int(sequences[-1]) + 1
+
+
+def _temperature(batch: Batch, features: Sequence[InputFeature]) -> Tensor | None:
+    values = [feature.get("temperature", 1.0) for feature in features]
+    if all(value == 1.0 for value in values):
+        return None
+    out = torch.ones(batch.labels.shape)
+    for i, (document, value) in enumerate(zip(batch.documents, values, strict=True)):
+        if not value > 0:
+            raise DataError(f"{_name(batch, i)}: temperature must be > 0, got {value}: greedy tokens were not drawn")
+        out[document.row, document.where] = value
+    return out
+
+
+def _kept(batch: Batch, features: Sequence[InputFeature]) -> tuple[Tensor, Tensor] | None:
+    """Raises DataError where a label is not in its own kept set."""
+    places, ids = [], []
+    for i, (document, feature) in enumerate(zip(batch.documents, features, strict=True)):
+        sets = feature.get("kept_ids")
+        if sets is None:
+            continue
+        labels = batch.labels[document.row, document.where]
+        trained = (labels != IGNORE_INDEX).nonzero().squeeze(-1)
+        if len(sets) != len(trained):
+            raise DataError(f"{_name(batch, i)}: kept_ids has {len(sets)} sets for {len(trained)} trained positions")
+        sizes = torch.tensor([len(kept) for kept in sets])
+        flat = torch.tensor([token for kept in sets for token in kept], dtype=torch.long)
+        found = torch.zeros(len(trained), dtype=torch.long).index_add(
+            0, torch.arange(len(trained)).repeat_interleave(sizes), (flat == labels[trained].repeat_interleave(sizes)).long()
+        )
+        if not found.all():
+            k = int((found == 0).nonzero()[0])
+            raise DataError(f"{_name(batch, i)}: label {int(labels[trained[k]])} is not in its own kept set (kept_ids[{k}])")
+        start = document.row * batch.labels.shape[1] + document.where.start
+        places.append((trained + start).repeat_interleave(sizes))
+        ids.append(flat)
+    if not places:
+        return None
+    return torch.cat(places), torch.cat(ids)
 
 
 def _name(batch: Batch, i: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +53,15 @@ class CompanionsMixin:
         run = self.trained(adapter_name)
         reference = self._reference(run)
         self._set_mode(training=False)
-        return self._compute.logps(run, inputs, self._without_lora(run) if reference.kind == "base" else reference.in_place())
+        weights = self._without_lora(run) if reference.kind == "base" else reference.in_place()
+        return self._compute.plain_scores(run, inputs, weights)["logps"]
+
+    def policy_scores(
+        self, inputs: Sequence[InputFeature], adapter_name: str | None = None, dropout: bool = False
+    ) -> dict[str, list[list[float]]]:
+        run = self.trained(adapter_name)
+        self._set_mode(training=dropout)
+        return self._compute.plain_scores(run, inputs, nullcontext())
 
     @staticmethod
     def _reference(run: Trained) -> Reference:

@@ -15,6 +15,7 @@ from twinkle_research.errors import UserError
 from twinkle_research.loss import resolve_loss
 from twinkle_research.loss.base import Loss, LossOutput, TokenScores
 from twinkle_research.metric import CallRecord
+from twinkle_research.metric.base import largest
 from twinkle_research.model.base import Result
 from twinkle_research.model.training import TrainingState
 from twinkle_research.model.transformers.packing import check_packing
@@ -72,30 +73,39 @@ class Compute:
 
     # --- forward and backward -----------------------------------------------------------------------------------
 
-    def passes(self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any]) -> Iterator[Pass]:
+    def passes(
+        self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any], together: int
+    ) -> Iterator[Pass]:
         """This rank's micro-batches. Where the model is sharded every pass is collective: the ranks with fewer of them
-        go through empty ones."""
+        go through empty ones. ``together``: as ``Loss.rows_together``."""
         if self.shards is None:
-            yield from self.micro_batches(trained, inputs, loss_inputs)
+            yield from self.micro_batches(trained, inputs, loss_inputs, together)
             return
-        items = list(self.micro_batches(trained, inputs, loss_inputs))
+        items = list(self.micro_batches(trained, inputs, loss_inputs, together))
         missing = trained.training.runtime.max(len(items)) - len(items)
         yield from items
-        zeros = {name: None if values is None else [0.0] for name, values in loss_inputs.items()}
+        zeros = {name: None if values is None else [0.0] * together for name, values in loss_inputs.items()}
         for _ in range(missing):
-            batch = trained.processor.collate([{"input_ids": [0], "labels": [IGNORE_INDEX]}], "cpu", **zeros)
-            yield Pass(self.scorer.prepare(batch, trained.training.cur_step, [0]), [], [])
+            empty = [{"input_ids": [0], "labels": [IGNORE_INDEX]}] * together
+            batch = trained.processor.collate(empty, "cpu", **zeros)
+            yield Pass(self.scorer.prepare(batch, trained.training.cur_step, [0] * together), [], [])
 
-    def micro_batches(self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any]) -> Iterator[Pass]:
+    def micro_batches(
+        self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any], together: int
+    ) -> Iterator[Pass]:
         inputs = [inputs] if isinstance(inputs, dict) else list(inputs)
         for name, values in loss_inputs.items():
             if values is not None and len(values) != len(inputs):
                 raise ValueError(f"{name} has {len(values)} entries for {len(inputs)} rows")
         first = trained.first_sample
-        for part in trained.processor.split_indices([len(f["input_ids"]) for f in inputs]):
+        if len(inputs) % together:
+            raise UserError(f"{type(trained.loss).__name__} takes rows by {together}, but got {len(inputs)} of them")
+        for part in trained.processor.split_indices([len(f["input_ids"]) for f in inputs], together):
             features = [inputs[i] for i in part]
             own = {name: None if values is None else [values[i] for i in part] for name, values in loss_inputs.items()}
             batch = trained.processor.collate(features, "cpu", **own)
+            if together > 1 and batch.num_sequences != len(features):
+                raise UserError(f"{type(trained.loss).__name__} compares whole rows, but position_ids restart inside a row")
             if batch.packed and not trained.processor.packing:
                 self._try_out(trained, batch)
             micro = self.scorer.prepare(batch, trained.training.cur_step, [first + i for i in part])
@@ -139,16 +149,19 @@ class Compute:
             # Lets go of the graph.
             item.scores = TokenScores(item.scores.logprobs.detach(), values=None if values is None else values.detach())
 
-    def logps(self, trained: Trained, inputs: Sequence[InputFeature], weights: AbstractContextManager) -> list[list[float]]:
-        """Per row the log-probabilities of its labels inside the context ``weights``; no gradient, no record. Collective."""
+    def plain_scores(
+        self, trained: Trained, inputs: Sequence[InputFeature], weights: AbstractContextManager
+    ) -> dict[str, list[list[float]]]:
+        """Per row ``logps``, and ``values`` of a value head, at its labels inside the context ``weights``; no gradient, no
+        record. Collective."""
         plain = resolve_loss("CrossEntropyLoss")
         first, items = trained.first_sample, []
         with torch.no_grad(), weights:
-            for item in self.passes(trained, inputs, {}):
+            for item in self.passes(trained, inputs, {}, together=1):
                 self.score(trained, item, plain, None)
                 items.append(item)
-        trained.first_sample = first
-        return in_order(items, "logprobs")
+        trained.first_sample = first  # scoring in between does not change the dropout masks of the step
+        return {"logps": in_order(items, "logprobs")} | _values(trained, items)
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -163,7 +176,8 @@ class Compute:
         logps = in_order(items, "logprobs")
         tokens = sum(item.micro.num_tokens for item in items)
         extra = _extra_sums([item.output for item in ran])
-        training.meters[is_training].accumulate(CallRecord(loss * divisor, count, tokens, extra, features, logps))
+        maxima = largest(*[{name: float(value) for name, value in item.output.maxima.items()} for item in ran])
+        training.meters[is_training].accumulate(CallRecord(loss * divisor, count, tokens, extra, maxima, features, logps))
         if is_training:
             bad = [item for item, value in zip(ran, losses, strict=True) if not math.isfinite(value)]
             training.record(count, [row for item in bad for row in _bad_rows(item)], bool(bad))
@@ -171,7 +185,7 @@ class Compute:
         return Result(result | _values(trained, items))
 
     def forward(self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any]) -> Result:
-        trained.passes = list(self.passes(trained, inputs, loss_inputs))
+        trained.passes = list(self.passes(trained, inputs, loss_inputs, trained.loss.rows_together))
         for item in trained.passes:
             self.score(trained, item, trained.loss, None)
         return Result({"logps": in_order(trained.passes, "logprobs")} | _values(trained, trained.passes))
@@ -183,7 +197,8 @@ class Compute:
         if loss_inputs:
             own = [item for item in trained.passes if item.features]
             first, trained.first_sample = trained.first_sample, 0
-            for item, other in zip(own, self.micro_batches(trained, features, loss_inputs), strict=True):
+            others = self.micro_batches(trained, features, loss_inputs, trained.loss.rows_together)
+            for item, other in zip(own, others, strict=True):
                 item.micro.inputs = other.micro.inputs
             trained.first_sample = first
         for item in trained.passes:

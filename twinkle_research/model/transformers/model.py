@@ -274,7 +274,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         divisor = run.training.open(normalizer)
         self._set_mode(training=True)
         done = []
-        for item in compute.passes(run, inputs, loss_inputs):
+        for item in compute.passes(run, inputs, loss_inputs, run.loss.rows_together):
             compute.score(run, item, run.loss, divisor)
             compute.add_loss(run, item, divisor)
             compute.backward(run, item)
@@ -288,7 +288,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         self._set_mode(training=False)
         first, done = run.first_sample, []
         with torch.no_grad(), self._without_lora(run) if disable_lora else nullcontext():
-            for item in compute.passes(run, inputs, loss_inputs):
+            for item in compute.passes(run, inputs, loss_inputs, run.loss.rows_together):
                 compute.score(run, item, run.loss, None)
                 compute.add_loss(run, item, 1.0)
                 done.append(item)

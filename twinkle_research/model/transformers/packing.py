@@ -74,7 +74,7 @@ def _score(
     trained.processor = processor
     module.eval()
     try:
-        return [np.array(values) for values in compute.logps(trained, documents, nullcontext())]
+        return [np.array(values) for values in compute.plain_scores(trained, documents, nullcontext())["logps"]]
     finally:
         trained.processor = kept[0]
         module.train(kept[1])

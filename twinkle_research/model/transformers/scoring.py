@@ -13,11 +13,11 @@ from twinkle_research.data_format import IGNORE_INDEX
 from twinkle_research.errors import DataError, UserError
 from twinkle_research.loss.base import Loss, LossInputs, TokenScores
 from twinkle_research.model.dropout import DropoutKey, DropoutState
-from twinkle_research.model.head import LogitTransform, score_labels
+from twinkle_research.model.head import LogitTransform, SampledFrom, score_labels
 from twinkle_research.model.transformers.attention import document_lengths, packed_attention
 from twinkle_research.model.transformers.lora import head_terms
 from twinkle_research.model.transformers.value_head import ValueHead
-from twinkle_research.processor.base import Batch
+from twinkle_research.processor.base import LOSS_INPUTS, Batch
 
 
 @dataclass
@@ -52,6 +52,9 @@ class Scorer:
         """``numbers``: sample indices for the features that bring none."""
         self._check_ids(batch)
         trained = batch.labels != IGNORE_INDEX
+        steps = {step if d.dropout_step is None else d.dropout_step for d in batch.documents}
+        if len(steps) > 1:
+            raise UserError(f"rows of different rollouts ({sorted(steps)}) in one micro-batch: their dropout has different keys")
         documents = tuple(
             (d.row, d.where, number if d.sample_index is None else d.sample_index)
             for d, number in zip(batch.documents, numbers, strict=True)
@@ -60,7 +63,7 @@ class Scorer:
             batch,
             trained.view(-1).nonzero().squeeze(-1),
             self._loss_inputs(batch, trained),
-            DropoutKey(step, tuple(trained.shape), documents),
+            DropoutKey(steps.pop(), tuple(trained.shape), documents),
             document_lengths(batch) if batch.packed else None,
         )
 
@@ -90,10 +93,18 @@ class Scorer:
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(self.device, self.dtype)
 
-        return LossInputs(
-            mask=move(trained), sequence_ids=batch.sequence_ids.to(self.device), num_sequences=batch.num_sequences,
-            advantages=move(batch.advantages), old_logprobs=move(batch.old_logprobs), ref_logprobs=move(batch.ref_logprobs),
-        )  # fmt: skip
+        given = {name: move(getattr(batch, name)) for name in LOSS_INPUTS.values()}
+        return LossInputs(move(trained), batch.sequence_ids.to(self.device), batch.num_sequences, **given)
+
+    def _sampled_from(self, micro: MicroBatch, positions_N: Tensor) -> SampledFrom:
+        batch = micro.batch
+        temperature_N = None
+        if batch.temperature is not None:
+            temperature_N = batch.temperature.view(-1)[micro.positions_N].to(self.device, self.dtype)
+        if batch.kept is None:
+            return SampledFrom(temperature_N)
+        places_K, ids_K = batch.kept
+        return SampledFrom(temperature_N, torch.searchsorted(positions_N, places_K.to(self.device)), ids_K.to(self.device))
 
     def scores(self, micro: MicroBatch, loss: Loss, normalizer: float | None, value_head: ValueHead | None = None) -> TokenScores:
         """``normalizer``: what the loss will be divided by, None where that is not known yet. Inside ``active``."""
@@ -117,7 +128,7 @@ class Scorer:
         found = score_labels(
             hidden_ND, weight_VD, labels_N, bias_V=bias_V, transform=self.transform, needs=loss.needs - {"values"},
             chunk=self.logits_chunk,
-            logprob_gradient_N=known_N,
+            logprob_gradient_N=known_N, sampled_from=self._sampled_from(micro, positions_N),
         )  # fmt: skip
 
         def spread(values_N: Tensor | None) -> Tensor | None:
