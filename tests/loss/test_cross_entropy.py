@@ -106,9 +106,9 @@ def test_building_and_refusing():
     assert built.needs == {"mean_logprobs", "logsumexp"}
     assert resolve_loss("CrossEntropyLoss").needs == frozenset()
     assert resolve_loss(built) is built
-    with pytest.raises(ValueError, match="did you mean 'CrossEntropyLoss'"):
+    with pytest.raises(ConfigError, match="did you mean 'CrossEntropyLoss'"):
         resolve_loss("CrossEntropyLos")
-    with pytest.raises(ValueError, match="did you mean 'label_smoothing'"):
+    with pytest.raises(ConfigError, match="did you mean 'label_smoothing'"):
         resolve_loss("CrossEntropyLoss", label_smoothin=0.1)
     for wrong in ({"normalization": "rows"}, {"label_smoothing": 1.0}, {"z_loss": float("nan")}):
         with pytest.raises(ConfigError):

@@ -59,11 +59,14 @@ class LossOutput:
 
 
 class Loss(ABC):
-    """Base of all losses. ``needs`` names the optional TokenScores fields that it reads. ``rows_together``: that many rows in
-    turn (a pair) belong together, and are never cut apart."""
+    """Base of all losses. ``needs`` names the optional TokenScores fields that it reads, ``reads`` the loss inputs that may be
+    passed for it (by their public names, processor.base.LOSS_INPUTS); others are refused. ``rows_together``: that many rows
+    in turn (a pair) belong together, and are never cut apart."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
+    reads: ClassVar[frozenset[str]] = frozenset()
     rows_together: ClassVar[int] = 1
+    decides: ClassVar[frozenset[str]] = frozenset()  # options of a base that this class sets itself
     normalization: str = "token"
 
     def count(self, features: Sequence[InputFeature]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from twinkle_research.errors import ConfigError
@@ -45,7 +44,7 @@ class CrossEntropyLoss(Loss):
         metrics = {}
         if self.needs:  # the loss is then no longer the negative log-likelihood that perplexity is made of
             metrics["nll"] = ((nll_BT.detach() * inputs.mask).sum(), inputs.mask.sum())
-        return LossOutput(loss, _sum_by_sequence(weighted_BT.detach(), inputs), metrics)
+        return LossOutput(loss, inputs.sum_by_sequence(weighted_BT.detach()), metrics)
 
     def logprob_gradient(self, inputs: LossInputs, normalizer: float) -> Tensor | None:
         return None if self.needs else -self._weights(inputs) / max(normalizer, 1)
@@ -54,10 +53,5 @@ class CrossEntropyLoss(Loss):
         """[B, T]: what each token's loss counts before the division by the normaliser."""
         if self.normalization == "token":
             return inputs.mask
-        tokens = _sum_by_sequence(inputs.mask, inputs)
+        tokens = inputs.sum_by_sequence(inputs.mask)
         return inputs.mask / tokens.clamp(min=1)[inputs.sequence_ids]
-
-
-def _sum_by_sequence(values_BT: Tensor, inputs: LossInputs) -> Tensor:
-    sums = torch.zeros(inputs.num_sequences, dtype=values_BT.dtype, device=values_BT.device)
-    return sums.index_add(0, inputs.sequence_ids.reshape(-1), (values_BT * inputs.mask).reshape(-1))
