@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -205,7 +206,9 @@ DAMAGE = {
     "header.json is not what was written|header.json cannot be read": lambda folder: turn_a_bit(folder, "header.json"),
     "header.json cannot be read": lambda folder: (folder / "header.json").write_text("[1]"),
     "No such file": lambda folder: (folder / "trained.bin").unlink(),
-    "dropped.jsonl has another size": lambda folder: os.truncate(folder / "dropped.jsonl", 3),
+    "dropped.jsonl is not what was written": lambda folder: turn_a_bit(folder, "dropped.jsonl"),
+    "checks.bin is not what was written": lambda folder: turn_a_bit(folder, "checks.bin"),
+    "dropped.jsonl is not what was": lambda folder: os.truncate(folder / "dropped.jsonl", 3),
 }
 
 
@@ -223,6 +226,23 @@ def test_a_damaged_folder_is_noticed_and_made_again(tmp_path, root, caplog, reas
     assert list(again) == expected and list(again.dropped) == dropped
     load(path, root, on_error="skip")
     assert "are damaged" not in caplog.text and encodes(caplog) == 0
+
+
+@pytest.mark.parametrize("name", ["ids.bin", "trained.bin"])
+def test_tokens_that_are_damaged_are_noticed_when_they_are_used(tmp_path, root, caplog, name: str) -> None:
+    """Reading all of them at each start would cost too much."""
+    path = write(tmp_path / "rows.jsonl")
+    whole = list(load(path, root))
+    folder = root / folders(root)[0]
+    turn_a_bit(folder, name)
+    data = load(path, root)
+    with pytest.raises(DataError, match=rf"rows.jsonl:\d+: its encoded row in {folder} is damaged") as caught:
+        list(data)
+    number = int(str(caught.value).removeprefix(f"{path}:").split(":")[0]) - 1
+    assert [data[i] for i in range(20) if i != number] == [feature for i, feature in enumerate(whole) if i != number]
+    shutil.rmtree(folder)
+    encodes(caplog)
+    assert list(load(path, root)) == whole and encodes(caplog) == 1
 
 
 def test_a_file_that_is_cut_while_it_is_in_use(tmp_path, root) -> None:

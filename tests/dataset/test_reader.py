@@ -108,6 +108,8 @@ def test_csv(tmp_path) -> None:
     path.write_bytes('\ufeffprompt,completion\r\n"two\nlines","say ""hi"""\r\n\r\nü,1\r\n'.encode())
     assert read(path) == [{"prompt": "two\nlines", "completion": 'say "hi"'}, {"prompt": "ü", "completion": "1"}]
     assert origins(path) == [":2", ":5"]
+    path.write_text('prompt,completion\na,\n,""\n')
+    assert read(path) == [{"prompt": "a", "completion": None}, {"prompt": None, "completion": None}]
     path.write_text("prompt,completion\na,b\nc\n")
     with pytest.raises(DataError, match=":3: 1 fields, but the header has 2"):
         read(path)

@@ -97,6 +97,21 @@ def test_fingerprint_sees_content_and_settings(tmp_path) -> None:
     assert same == first and len({first, *(other.fingerprint for other in others)}) == 5
 
 
+def test_rows_that_can_be_read_once_only_are_no_second_pass() -> None:
+    rows = IterableDataset(DatasetMeta(data=(row for row in ROWS[:3]))).set_template(template())
+    assert len(list(rows)) == 3
+    with pytest.raises(DataError, match="data: its rows are a generator, which can be read once only"):
+        list(rows)
+
+
+def test_an_empty_cell_is_no_answer(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,completion\na,b\nq,\nq,""\nc,d\n')
+    with pytest.raises(DataError, match=f"{path}:3: 'completion' is null"):
+        list(stream(path))
+    assert [feature["row"] for feature in stream(path, on_error="skip")] == [f"{path}:2", f"{path}:5"]
+
+
 def test_preview_and_mistakes(tmp_path) -> None:
     path = write(tmp_path / "rows.jsonl")
     text = preview(stream(path), template(), 2).plain
@@ -107,5 +122,5 @@ def test_preview_and_mistakes(tmp_path) -> None:
         stream(path, on_error="skp")
     with pytest.raises(DataError, match="no such file"):
         stream(tmp_path / "missing.jsonl")
-    with pytest.raises(ValueError, match="no further settings"):
+    with pytest.raises(ConfigError, match="no effect on a Template that is ready"):
         stream(path).set_template(template(), max_length=4)

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -178,13 +179,24 @@ def test_time_limit(tmp_path) -> None:
 TEXT = "all work and no play makes a dull row of text "
 
 
+@pytest.mark.parametrize("part", [lambda: (i for i in (3, 1)), lambda: np.array([3, 1]), lambda: {3: 0, 1: 0}])
+def test_a_slice_is_read_as_often_as_it_is_needed(tmp_path, part) -> None:
+    """For the key, for the rows, and again by every other data set of the same meta."""
+    WRITERS["rows.jsonl"](tmp_path / "rows.jsonl", ROWS[:5])
+    meta = DatasetMeta(str(tmp_path / "rows.jsonl"), data_slice=part())
+    for _ in range(2):
+        found = Dataset.encoded_from(meta, template(), cache=EncodedCache(tmp_path / "kept"))
+        assert [feature["row"] for feature in found] == [f"{tmp_path}/rows.jsonl:{line}" for line in (4, 2)]
+        assert [row["prompt"] for row in Dataset(meta)] == [ROWS[3]["prompt"], ROWS[1]["prompt"]]
+
+
 def test_memory_does_not_grow_with_the_rows(tmp_path) -> None:
     """In a process of its own: here memory that earlier tests have freed would be used again, and not count."""
     driver = Path(__file__).with_name("memory_driver.py")
     done = subprocess.run([sys.executable, driver, tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     grown = json.loads(done.stdout)
-    index = 8_000 * 34 / 2**20  # the arrays that stand for the features, and an order
+    index = 8_000 * 38 / 2**20  # the arrays that stand for the features, and an order
     assert grown["more rows"] < grown["few rows"] + index + 4 < grown["more rows in memory"] - 3, grown
 
 

@@ -6,7 +6,9 @@ _HOME = {
     "EncodedCache": "cache",
     "IterableDataset": "stream",
     "MixedDataset": "mix",
+    "PromptDataset": "prompts",
     "build_datasets": "build",
+    "build_prompts": "prompts",
 }
 __all__ = sorted(_HOME)
 

@@ -22,7 +22,7 @@ from twinkle_research.dataset.rows import DroppedRow, Origin, Processor, Row, Ro
 from twinkle_research.dataset.sources import DatasetMeta, find_source
 from twinkle_research.dataset.store import FeatureStore, FeatureWriter, MemoryWriter
 from twinkle_research.errors import ConfigError, DataError
-from twinkle_research.symbols import load_symbol
+from twinkle_research.symbols import construct, load_symbol
 from twinkle_research.template.base import Template
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Dataset(Features):
         self._origins: list[Origin] = []
         self._store: FeatureStore | None = None
         self._added: list[Dataset] = []
+        self._mapped = False
         self._index: np.ndarray | None = None  # numbers of the store's features, in this data set's order; None: all of them
         if dataset_meta is not None:
             stage = self._report.stage("reading")
@@ -157,6 +158,7 @@ class Dataset(Features):
         processor = self._processor(preprocess_func, dataset_meta, init_args)
         stage = self._report.stage(processor.name)
         new = list(processor(self._source_rows(), self._report, stage))
+        self._mapped = True
         self._rows, self._origins = [row.row for row in new], [row.origin for row in new]
         self._require_rows(f"after {processor.name}")
         self._warn(stage)
@@ -240,9 +242,9 @@ class Dataset(Features):
     def set_template(self, template_func: Any, **kwargs: Any) -> Dataset:
         """``template_func``: a Template, its class, or its name (``kwargs`` go to the class, e.g. model_id, max_length)."""
         template = load_symbol(template_func, "twinkle_research.template", "template")
-        if isinstance(template, Template) and kwargs:
-            raise ValueError(f"a ready Template takes no further settings: {', '.join(kwargs)}")
-        self.template = template if isinstance(template, Template) else template(**kwargs)
+        self.template = construct(template, "set_template", **kwargs)
+        if not isinstance(self.template, Template):
+            raise ConfigError(f"a template is a Template, its class or its name, got {template!r}")
         return self
 
     def encode(
@@ -271,8 +273,9 @@ class Dataset(Features):
             self._report = RowReport(on_error, self._note_dropped)
         stage, writer = self._report.stage("encoding"), MemoryWriter()
         rows = self._source_rows()
+        as_read = self.meta is not None and self.meta.data is None and not self._mapped
         for keys, chunk in encode_rows(
-            self.template, rows, self._report, stage, options, add_generation_prompt, total=len(self._rows)
+            self.template, rows, self._report, stage, options, add_generation_prompt, len(self._rows), as_read
         ):
             writer.add(keys, chunk)
         require_features(writer, stage)

@@ -12,18 +12,31 @@ import numpy as np
 
 from twinkle_research.dataset.base import Dataset
 from twinkle_research.dataset.cache import EncodedCache
-from twinkle_research.dataset.config import MixDataConfig
+from twinkle_research.dataset.config import (
+    DataConfig,
+    GeneratedDataConfig,
+    Gsm8kDataConfig,
+    MathDataConfig,
+    MixDataConfig,
+    PromptsDataConfig,
+    ReadDataConfig,
+    eval_path_of,
+)
 from twinkle_research.dataset.encoding import EncodeOptions
 from twinkle_research.dataset.interleave import interleaving
 from twinkle_research.dataset.mix import MixedDataset
+from twinkle_research.dataset.pairs import Pairs
 from twinkle_research.dataset.rows import Processor
 from twinkle_research.dataset.sources import DatasetMeta
 from twinkle_research.dataset.stream import IterableDataset
+from twinkle_research.dataset.tasks.base import TaskSource
+from twinkle_research.dataset.tasks.build import build_task
+from twinkle_research.dataset.tasks.written import Gsm8kRows, MathRows, PromptRows
 from twinkle_research.errors import ConfigError
 from twinkle_research.template.base import build_template
 
 if TYPE_CHECKING:
-    from twinkle_research.dataset.config import CommonDataConfig, DataConfig, MixSource, SourceConfig
+    from twinkle_research.dataset.config import CommonDataConfig, MixSource, SourceConfig
     from twinkle_research.dataset.features import Features
     from twinkle_research.template.base import Template
 
@@ -37,26 +50,31 @@ def encoded_cache(config: CommonDataConfig, session: str | None = None, first: b
 
 
 def build_datasets(
-    config: DataConfig | MixDataConfig, template: Template, seed: int, cache: EncodedCache | None = None
-) -> tuple[Features | IterableDataset, Dataset | MixedDataset | None]:
-    """(training data, held-out data or None), both encoded, except with ``data.streaming``.
+    config: CommonDataConfig, template: Template, seed: int, cache: EncodedCache | None = None
+) -> tuple[Features | IterableDataset, Features | None]:
+    """(training data, held-out data or None), both encoded, except with ``data.streaming``; Pairs where the rows are preferences.
 
     It is rows that are held out, so no part of a split row is on both sides. Which ones depends on ``seed`` and the number
-    of rows only.
+    of rows only; of tasks whose questions are made here, on the config alone.
     """
-    if config.eval_path is not None and config.eval_rows:
+    eval_path = eval_path_of(config)
+    if eval_path is not None and config.eval_rows:
         raise ConfigError("data.eval_rows has no effect when data.eval_path is set; give one of them")
     cache = cache or encoded_cache(config)
     builder = _Builder(config, template, seed, cache)
     if isinstance(config, MixDataConfig):
         train, held_out = builder.mixture(config)
-    elif config.streaming:
+    elif isinstance(config, GeneratedDataConfig):
+        train, held_out = builder.generated(config)
+    elif isinstance(config, DataConfig) and config.streaming:
         train, held_out = builder.stream(config), None
     else:
         train, held_out = builder.single(config)
-    if config.eval_path is not None:
-        processors = [] if isinstance(config, MixDataConfig) else _processors(config, "data")
-        held_out = builder.encoded(DatasetMeta(config.eval_path), template, processors)
+    if eval_path is not None:
+        processors = [] if isinstance(config, MixDataConfig) else processors_of(config, "data")
+        held_out = builder.encoded(DatasetMeta(eval_path), template, processors)
+    if config.pairs:
+        train, held_out = Pairs(train), None if held_out is None else Pairs(held_out)
     sets, size = cache.size()
     if sets:
         logger.info("encoded rows are kept in %s (%d data set%s, %s)", cache.root, sets, "s" * (sets > 1), _bytes(size))
@@ -70,16 +88,23 @@ class _Builder:
         self.seed = seed
         self.cache = cache
 
+    def generated(self, config: GeneratedDataConfig) -> tuple[Dataset, Dataset | None]:
+        splits = ["train", "eval"] if config.eval_rows else ["train"]
+        sources = [TaskSource(build_task(config, split)) for split in splits]
+        found = [self.encoded(DatasetMeta(source.name, data=source), self.template, []) for source in sources]
+        logger.info("%s: %d rows, %d tokens", found[0].meta.name, len(found[0]), found[0].tokens)
+        return found[0], found[1] if config.eval_rows else None
+
     def single(self, config: DataConfig) -> tuple[Dataset, Dataset | None]:
-        train = self.encoded(_meta(config, "data"), self.template, _processors(config, "data"))
-        logger.info("%s: %d rows, %d tokens", train.meta.name, len(train), train.tokens)
+        train = self.encoded(meta_of(config, "data"), self.template, processors_of(config, "data"))
+        logger.info("%s: %d %s, %d tokens", train.meta.name, len(train), "answers" if config.pairs else "rows", train.tokens)
         return train, train.hold_out(config.eval_rows, self.seed) if config.eval_rows else None
 
     def stream(self, config: DataConfig) -> IterableDataset:
         if config.shuffle or config.eval_rows:
             key = "shuffle" if config.shuffle else "eval_rows"
             raise ConfigError(f"data.{key} needs all rows at hand, which data.streaming=true does not have")
-        meta, processors = _meta(config, "data"), _processors(config, "data")
+        meta, processors = meta_of(config, "data"), processors_of(config, "data")
         return IterableDataset(meta, config.on_error.name, config.num_proc, processors).set_template(self.template)
 
     def mixture(self, config: MixDataConfig) -> tuple[MixedDataset, MixedDataset | None]:
@@ -88,7 +113,7 @@ class _Builder:
         parts = []
         for number, source in enumerate(config.sources):
             key = f"data.sources[{number}]"
-            parts.append(self.encoded(_meta(source, key), self.template_of(source), _processors(source, key)))
+            parts.append(self.encoded(meta_of(source, key), self.template_of(source), processors_of(source, key)))
         weights = [source.weight for source in config.sources]
         held_out = self.held_out_of(parts, weights) if config.eval_rows else None
         train = MixedDataset(parts, weights, config.stop.name)
@@ -118,13 +143,13 @@ class _Builder:
             meta,
             template,
             processors=processors,
-            on_error=self.config.on_error.name,
+            on_error=self.config.on_error.name if isinstance(self.config, ReadDataConfig) else "raise",
             options=EncodeOptions(num_proc=self.config.num_proc),
             cache=self.cache,
         )
 
 
-def _meta(source: SourceConfig, key: str) -> DatasetMeta:
+def meta_of(source: SourceConfig, key: str) -> DatasetMeta:
     if (source.path is None) == (source.dataset_id is None):
         raise ConfigError(f"give one of {key}.path and {key}.dataset_id")
     limit = None if source.limit is None else range(source.limit)
@@ -132,12 +157,20 @@ def _meta(source: SourceConfig, key: str) -> DatasetMeta:
     return DatasetMeta(place, source.subset, source.split, data_slice=limit)
 
 
-def _processors(source: SourceConfig, key: str) -> list[Processor]:
-    if source.processor is None:
-        if source.processor_args:
-            raise ConfigError(f"{key}.processor_args has no effect without {key}.processor")
-        return []
-    return [Processor(source.processor, dict(source.processor_args), f"{key}.processor")]
+def processors_of(source: SourceConfig, key: str) -> list[Processor]:
+    """The user's own, then the one that the option itself has."""
+    found = []
+    if source.processor is not None:
+        found.append(Processor(source.processor, dict(source.processor_args), f"{key}.processor"))
+    elif source.processor_args:
+        raise ConfigError(f"{key}.processor_args has no effect without {key}.processor")
+    if isinstance(source, Gsm8kDataConfig):
+        found.append(Processor(Gsm8kRows, {"prompt": source.prompt}))
+    elif isinstance(source, MathDataConfig):
+        found.append(Processor(MathRows, {"prompt": source.prompt}))
+    elif isinstance(source, PromptsDataConfig):
+        found.append(Processor(PromptRows, {"prompt_key": source.prompt_key, "answer_key": source.answer_key}))
+    return found
 
 
 def _bytes(size: int) -> str:

@@ -21,23 +21,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
 from twinkle_research.cachefolder import cache_root
 from twinkle_research.dataset.rows import DroppedRow, Origin, RowReport, Stage
-from twinkle_research.dataset.store import ARRAYS, FeatureStore, FeatureWriter, blocks, file_name
+from twinkle_research.dataset.store import ARRAYS, FeatureStore, FeatureWriter, file_name
 from twinkle_research.durable import fsync_path
 from twinkle_research.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 _HEADER, _DROPPED = "header.json", "dropped.jsonl"
-# Arrays whose content is checked at each start; ids and trained, by far the largest, by their size alone.
-_CHECKED = ("bounds", "rows", "sources", "numbers")
+# Files whose content is checked at each start. ids and trained, by far the largest, are checked feature by feature when
+# they are read, against ``checks``.
+_CHECKED = (*(file_name(array) for array in ARRAYS if array not in ("ids", "trained")), _DROPPED)
 _RUN_PREFIX = "run-"
 _LET_FIRST_SECONDS = 0.5
 _STALE_SECONDS = 24 * 3600  # a run's own folder is left behind only by a run that was killed in its first minutes
@@ -190,7 +191,7 @@ class EncodedCache:
                 encode(writer, report)
                 dropped.flush()
                 header = _header(writer, report, names)
-                header["dropped"] = (partial / _DROPPED).stat().st_size
+                header["sha256"] = {name: _sha256(partial / name) for name in _CHECKED}
                 (partial / _HEADER).write_text(_sealed(header), encoding="utf-8")
                 for file in partial.iterdir():
                     fsync_path(file)
@@ -239,7 +240,6 @@ def _header(writer: FeatureWriter, report: RowReport, names: Sequence[str]) -> d
         "fingerprint": writer.fingerprint(),
         "sources": [[names.index(name), is_line] for name, is_line in writer.sources],
         "stages": [stage.to_json(names) for stage in report.stages],
-        "sha256": {array: _sha256(writer.files[array]) for array in _CHECKED},
     }
 
 
@@ -271,12 +271,9 @@ def _read(folder: Path, names: Sequence[str]) -> Encoded:
         size = counts.get(array, header["features"]) * dtype.itemsize
         if path.stat().st_size != size:
             raise _Damaged(f"{path.name} has {path.stat().st_size} bytes instead of {size}")
-    if (folder / _DROPPED).stat().st_size != header["dropped"]:
-        raise _Damaged(f"{_DROPPED} has another size than was written")
-    for array, expected in header["sha256"].items():
-        with (folder / file_name(array)).open("rb") as file:
-            if _sha256(file) != expected:
-                raise _Damaged(f"{file_name(array)} is not what was written")
+    for name, expected in header["sha256"].items():
+        if _sha256(folder / name) != expected:
+            raise _Damaged(f"{name} is not what was written")
     sources = [(names[number], is_line) for number, is_line in header["sources"]]
     store = FeatureStore.mapped(folder, sources, header["rows"], header["fingerprint"])
     stages = [Stage.from_json(stage, names) for stage in header["stages"]]
@@ -284,8 +281,6 @@ def _read(folder: Path, names: Sequence[str]) -> Encoded:
     return Encoded(store, dropped, [text for stage in stages for text in stage.warnings()])
 
 
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    for block in blocks(file):
-        digest.update(block)
-    return digest.hexdigest()
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from twinkle_research.dataset.formats import to_trainable
+from twinkle_research.dataset.formats import to_trainable, unread_columns
+from twinkle_research.dataset.preferences import encode_pairs, unread_beside_pairs
 from twinkle_research.dataset.rows import Origin, RowReport, SourceRow, Stage
 from twinkle_research.errors import ConfigError, DataError, UserError
 from twinkle_research.template.base import RowResult, Template
@@ -34,7 +35,8 @@ _SHOW_PROGRESS_FROM = 4000  # rows
 class EncodedChunk:
     """``CHUNK`` rows or fewer. Features of all rows one after the other; ``counts[i]``: how many row i gave.
 
-    ``dropped`` and ``errors`` hold (position of the row in the chunk, reason), ``cut`` the positions of cut or split rows.
+    ``dropped`` and ``errors`` hold (position of the row in the chunk, reason), ``cut`` the positions of cut or split rows,
+    ``control`` (position, control token in the row's text), ``unread`` column -> (rows that have it, position of the first).
     """
 
     ids: np.ndarray
@@ -44,6 +46,8 @@ class EncodedChunk:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     errors: list[tuple[int, str]] = field(default_factory=list)
     cut: list[int] = field(default_factory=list)
+    control: list[tuple[int, str]] = field(default_factory=list)
+    unread: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 RowKey = tuple[int, Origin]  # a SourceRow without the row itself
@@ -77,8 +81,10 @@ def encode_rows(
     options: EncodeOptions,
     add_generation_prompt: bool = False,
     total: int | None = None,
+    note_columns: bool = False,
 ) -> Iterator[tuple[list[RowKey], EncodedChunk]]:
     """Chunks of rows and their features, in order. Rows that give none are reported; ``total``: how many rows there are.
+    ``note_columns``: the rows are as they were read, so a column that nothing reads is worth a word.
 
     Raises DataError at the first bad row of the order, whether it cannot be read or cannot be encoded.
     """
@@ -94,6 +100,10 @@ def encode_rows(
                 report.drop(stage, keys[i][1], reason)
             for i in chunk.cut:
                 stage.cut.add(keys[i][1], f"longer than max_length={template.max_length}")
+            for i, token in chunk.control:
+                stage.control.add(keys[i][1], token)
+            for column, (count, first) in chunk.unread.items() if note_columns else ():
+                stage.unread.add(keys[first][1], column, count)
             yield keys, chunk
             advance(len(keys))
             if deadline is not None and time.monotonic() > deadline:
@@ -101,15 +111,11 @@ def encode_rows(
 
 
 def encode_chunk(template: Template, rows: Sequence[Any], add_generation_prompt: bool) -> EncodedChunk:
-    errors: dict[int, str] = {}
-    trainable: list[Any] = []
-    for i, row in enumerate(rows):
-        try:
-            trainable.append(to_trainable(row, prompt_only=add_generation_prompt))
-        except DataError as exc:
-            errors[i] = str(exc)
-    results = iter(template.encode_rows(trainable, add_generation_prompt))
-    all_results = [RowResult(error=DataError(errors[i])) if i in errors else next(results) for i in range(len(rows))]
+    pairs = template.pairs and not add_generation_prompt
+    if pairs:
+        all_results = encode_pairs(template, rows)
+    else:
+        all_results = _encode_single(template, rows, add_generation_prompt)
     tokens = [t for result in all_results for t in result.tokens]
     return EncodedChunk(
         ids=np.concatenate([t.ids for t in tokens]) if tokens else np.empty(0, np.int32),
@@ -119,7 +125,32 @@ def encode_chunk(template: Template, rows: Sequence[Any], add_generation_prompt:
         dropped=[(i, result.dropped) for i, result in enumerate(all_results) if result.dropped is not None],
         errors=[(i, str(result.error)) for i, result in enumerate(all_results) if result.error is not None],
         cut=[i for i, result in enumerate(all_results) if result.cut],
+        control=[(i, result.control) for i, result in enumerate(all_results) if result.control is not None],
+        unread=_unread(rows, all_results, unread_beside_pairs if pairs else unread_columns),
     )
+
+
+def _unread(
+    rows: Sequence[Any], results: Sequence[RowResult], unread: Callable[[dict[str, Any]], list[str]]
+) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for i, (row, result) in enumerate(zip(rows, results, strict=True)):
+        for column in unread(row) if result.error is None else ():
+            count, first = found.get(column, (0, i))
+            found[column] = (count + 1, first)
+    return found
+
+
+def _encode_single(template: Template, rows: Sequence[Any], add_generation_prompt: bool) -> list[RowResult]:
+    errors: dict[int, DataError] = {}
+    trainable: list[Any] = []
+    for i, row in enumerate(rows):
+        try:
+            trainable.append(to_trainable(row, add_generation_prompt, train_context=template.train_on == "all"))
+        except DataError as exc:
+            errors[i] = exc
+    results = iter(template.encode_rows(trainable, add_generation_prompt))
+    return [RowResult(error=errors[i]) if i in errors else next(results) for i in range(len(rows))]
 
 
 def _chunks(rows: Iterable[SourceRow], size: int) -> Iterator[list[SourceRow]]:

@@ -18,7 +18,7 @@ from twinkle_research.template.base import Template
 
 _PACKAGE = "twinkle_research"
 # The code that makes tokens of rows: folders and files of our package, and the libraries that it uses for it.
-_OWN_CODE = ("template", "dataset", "symbols.py")
+_OWN_CODE = ("template", "dataset", "dataset/tasks", "randomness.py", "symbols.py")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2", "numpy", "pyarrow", "datasets")
 # What Template is made from is in its tokenizer; the rest of its arguments are settings.
 _NOT_SETTINGS = {"self", "model_id", "tokenizer", "revision", "trust_remote_code"}

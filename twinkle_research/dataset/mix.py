@@ -34,6 +34,8 @@ class MixedDataset(Features):
             raise ConfigError(f"a mixture needs one weight a data set, got {len(weights)} for {len(datasets)}")
         if not all(dataset.encoded for dataset in datasets):
             raise ConfigError("encode must come before mixing")
+        if any(dataset.template is not None and dataset.template.pairs for dataset in datasets):
+            raise ConfigError("preferences cannot be mixed: a mixture draws features one by one")
         self.datasets = list(datasets)
         self.weights = weights
         self.stop = stop

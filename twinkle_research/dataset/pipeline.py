@@ -47,7 +47,8 @@ def encode_source(
     rows = processed(read_rows(source, meta, report, reading), processors, report)
     stage = report.stage("encoding")
     logger.info("%s: encoding rows", meta.name)
-    for keys, chunk in encode_rows(template, rows, report, stage, options):
+    as_read = not processors and meta.data is None
+    for keys, chunk in encode_rows(template, rows, report, stage, options, note_columns=as_read):
         writer.add(keys, chunk)
     if stage.total == 0:
         # The first step that let nothing through; the one after it had no rows to look at.

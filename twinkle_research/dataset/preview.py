@@ -20,7 +20,8 @@ def preview(dataset: Features | IterableDataset, template: Template, n: int = 3,
     from rich.text import Text
 
     if isinstance(dataset, Features):
-        features = (dataset[int(i)] for i in dataset.epoch_order(0, shuffle=False, seed=0)[:n])
+        rows = (dataset[int(i)] for i in dataset.epoch_order(0, shuffle=False, seed=0)[:n])
+        features = (feature for row in rows for feature in (row if isinstance(row, list) else [row]))
     else:
         features = islice(dataset, n)
     out = Text()

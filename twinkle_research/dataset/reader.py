@@ -85,8 +85,11 @@ def _similar(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f" (the folder {folder} does not exist either)"
-    close = difflib.get_close_matches(path.name, [f.name for f in folder.iterdir()], n=1, cutoff=0.6)
-    return f"; did you mean '{folder / close[0]}'?" if close else ""
+    # By the names without their endings: all JSONL files are alike in that.
+    others = {f.name: f.stem for f in folder.iterdir()}
+    close = difflib.get_close_matches(path.stem, others.values(), n=1, cutoff=0.6)
+    found = sorted((name for name in others if close and others[name] == close[0]), key=lambda name: name[-1:] != path.name[-1:])
+    return f"; did you mean '{folder / found[0]}'?" if found else ""
 
 
 def _read_jsonl(path: Path, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
@@ -120,6 +123,7 @@ def _read_json(path: Path, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
 
 
 def _read_csv(path: Path, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
+    """An empty cell is null, as an absent value is in the other formats: a file cannot say whether it means no text."""
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
@@ -127,6 +131,12 @@ def _read_csv(path: Path, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
             header = next(lines, None)
             if not header:
                 raise DataError(f"{path}:1: no header line with column names")
+            other = next((c for c in ",;\t|" if len(header) == 1 and c in header[0]), None)
+            if other is not None:
+                raise DataError(
+                    f"{path}:1: the header is one column, {header[0]!r}: fields seem to be separated by {other!r}, but a "
+                    f"{path.suffix} file has {lines.dialect.delimiter!r} there"
+                )
             for i, name in enumerate(header):
                 if name in header[:i]:
                     raise DataError(f"{path}:1: the column {name!r} stands twice in the header")
@@ -136,7 +146,7 @@ def _read_csv(path: Path, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
                 if not values:
                     continue
                 if len(values) == len(header):
-                    yield origin, dict(zip(header, values, strict=True))
+                    yield origin, {name: value or None for name, value in zip(header, values, strict=True)}
                 else:
                     on_bad(origin, f"{len(values)} fields, but the header has {len(header)}")
         except UnicodeDecodeError:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from twinkle_research.dataset.formats import like_a_column
 from twinkle_research.errors import ConfigError, DataError, nearest
-from twinkle_research.symbols import load_symbol
+from twinkle_research.symbols import construct, load_symbol
 
 Row = dict[str, Any]
 
@@ -56,11 +57,12 @@ class ReasonCounts:
         self.total = 0
         self.reasons: dict[str, tuple[int, list[Origin]]] = {}
 
-    def add(self, origin: Origin, reason: str) -> None:
-        self.total += 1
+    def add(self, origin: Origin, reason: str, times: int = 1) -> None:
+        """``times``: rows with that reason, of which ``origin`` is the first."""
+        self.total += times
         if reason in self.reasons or len(self.reasons) < self.REASONS:
             count, rows = self.reasons.get(reason, (0, []))
-            self.reasons[reason] = (count + 1, rows if len(rows) == self.ROWS else [*rows, origin])
+            self.reasons[reason] = (count + times, rows if len(rows) == self.ROWS else [*rows, origin])
 
     def text(self) -> str:
         """'' for no rows."""
@@ -96,11 +98,15 @@ def _listed(rows: list[Origin], count: int) -> str:
     return ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
 
 
+_COUNTED = ("dropped", "cut", "control", "unread")  # fields of Stage
+
+
 @dataclass
 class Stage:
     """What one step (reading, a processor, encoding) did with the rows that came to it.
 
-    ``cut``: rows of which a part, or pieces, are left; ``how`` they were cut.
+    ``cut``: rows of which a part, or pieces, are left; ``how`` they were cut. ``control``: rows whose own text has a control
+    token, by that token. ``unread``: rows with a column that nothing reads, by its name.
     """
 
     name: str
@@ -108,15 +114,21 @@ class Stage:
     dropped: ReasonCounts = field(default_factory=ReasonCounts)
     cut: ReasonCounts = field(default_factory=ReasonCounts)
     how: str = ""
+    control: ReasonCounts = field(default_factory=ReasonCounts)
+    unread: ReasonCounts = field(default_factory=ReasonCounts)
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
-        parts = {"dropped": self.dropped.to_json(names), "cut": self.cut.to_json(names)}
+        parts = {part: getattr(self, part).to_json(names) for part in _COUNTED}
         return {"name": self.name, "total": self.total, "how": self.how, **parts}
 
     @classmethod
     def from_json(cls, stored: dict[str, Any], names: Sequence[str]) -> Stage:
-        dropped, cut = (ReasonCounts.from_json(stored[part], names) for part in ("dropped", "cut"))
-        return cls(stored["name"], stored["total"], dropped, cut, stored["how"])
+        parts = {part: ReasonCounts.from_json(stored[part], names) for part in _COUNTED}
+        return cls(stored["name"], stored["total"], how=stored["how"], **parts)
+
+    @property
+    def counts(self) -> list[ReasonCounts]:
+        return [getattr(self, part) for part in _COUNTED]
 
     def warnings(self) -> Iterator[str]:
         if self.dropped.total:
@@ -124,6 +136,14 @@ class Stage:
         if self.cut.total:
             reason = next(iter(self.cut.reasons))
             yield f"{self.name} {self.how} {self.cut.total} rows (of {self.total}) {reason}: {self.cut.rows_text()}"
+        if self.control.total:
+            yield (
+                f"{self.control.total} rows (of {self.total}) have control tokens in their own text, which are tokenised as such"
+                f": {self.control.text()}"
+            )
+        if self.unread.total:
+            columns = [f"'{name}' ({count} rows{like_a_column(name)})" for name, (count, _) in self.unread.reasons.items()]
+            yield f"columns that nothing reads: {', '.join(columns)}"
 
 
 class RowReport:
@@ -163,19 +183,16 @@ class RowReport:
 class Processor:
     """A row function by its name, class or itself: ``name`` for messages, called with one row.
 
-    ``own`` is True for a class (not an object) of twinkle_research.dataset.preprocessor, whose code and arguments are known.
+    ``own`` is True for a class (not an object) of twinkle_research.dataset, whose code and arguments are known.
     """
 
     def __init__(self, function: Any, init_args: dict[str, Any] | None = None, key: str = "processor"):
         self.name = function if isinstance(function, str) else getattr(function, "__name__", repr(function))
         self.init_args = init_args or {}
         symbol = load_symbol(function, "twinkle_research.dataset.preprocessor", key)
-        self.own = isinstance(symbol, type) and symbol.__module__ == "twinkle_research.dataset.preprocessor"
+        self.own = isinstance(symbol, type) and symbol.__module__.startswith("twinkle_research.dataset.")
         if isinstance(symbol, type):
-            try:
-                self.function = symbol(**self.init_args)
-            except TypeError as exc:
-                raise ConfigError(f"{symbol.__name__} does not take these arguments: {exc}") from exc
+            self.function = construct(symbol, key, **self.init_args)
         elif init_args:
             raise ConfigError(f"arguments {', '.join(init_args)} have no effect: {symbol!r} is a function, not a class")
         else:
@@ -187,6 +204,9 @@ class Processor:
             stage.total += 1
             try:
                 result = self.function(row)
+            except DataError as exc:
+                report.bad(stage, origin, str(exc), exc)
+                continue
             except Exception as exc:  # the user's own code: whatever it raises is shown with the row that caused it
                 report.bad(stage, origin, f"{self.name} failed: {type(exc).__name__}: {exc}", exc)
                 continue

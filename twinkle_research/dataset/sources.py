@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ class DatasetMeta:
     """Where rows come from.
 
     ``dataset_id``: a file or folder (JSONL, JSON, CSV, TSV, Parquet), ``builtin://identity``, a Hugging Face id
-    (``hf://`` may stand before it) or ``ms://`` and a ModelScope id; or ``data``: the rows themselves. ``data_slice``:
-    numbers of the rows to take, in that order; a range may reach beyond the end.
+    (``hf://`` may stand before it) or ``ms://`` and a ModelScope id; or ``data``: the rows themselves, or a Source.
+    ``data_slice``: numbers of the rows to take, in that order; a range may reach beyond the end.
     """
 
     dataset_id: str = ""
@@ -41,8 +42,11 @@ class DatasetMeta:
     def __post_init__(self) -> None:
         if not self.dataset_id and self.data is None:
             raise ValueError("DatasetMeta needs dataset_id or data")
-        if self.data_slice is not None and not isinstance(self.data_slice, Iterable):
-            raise ValueError(f"data_slice must be an iterable of row numbers, got {self.data_slice!r}")
+        if self.data_slice is not None and not isinstance(self.data_slice, range):
+            try:
+                self.data_slice = [index(number) for number in self.data_slice]  # a generator could be read once only
+            except TypeError as exc:
+                raise ValueError(f"data_slice must be an iterable of row numbers, got {self.data_slice!r}") from exc
 
     @property
     def name(self) -> str:
@@ -94,12 +98,16 @@ class ListSource(Source):
     def __init__(self, name: str, data: Iterable[Row]):
         self.name = name
         self.data = data
+        self._is_spent = False
 
     @property
     def names(self) -> list[str]:
         return [self.name]
 
     def rows(self, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
+        if self._is_spent:
+            raise DataError(f"{self.name}: its rows are a generator, which can be read once only; give a list of them or a Source")
+        self._is_spent = isinstance(self.data, Iterator)
         return ((Origin(self.name, i), row) for i, row in enumerate(self.data))
 
     def digest(self) -> None:
@@ -172,6 +180,8 @@ class ModelScopeSource(HubSource):
 def find_source(meta: DatasetMeta, streaming: bool = False) -> Source:
     """``streaming``: of a hub's data set fetch only what is read."""
     name = str(meta.dataset_id)
+    if isinstance(meta.data, Source):
+        return meta.data
     if meta.data is not None:
         return ListSource(meta.name, meta.data)
     if name.startswith(_BUILTIN_PREFIX):

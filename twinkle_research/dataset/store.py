@@ -1,4 +1,4 @@
-"""Features as flat arrays, in memory or in files: 5 bytes a token, 26 a feature.
+"""Features as flat arrays, in memory or in files: 5 bytes a token, 30 a feature.
 
 Of files the arrays with one entry a feature are mapped into memory; tokens, by far the most, are read when a feature is
 asked for. Mapped too, each page that was ever touched would count as this process's memory until the system needs it
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -32,6 +33,7 @@ ARRAYS = {
     "rows": np.dtype(np.int64),  # [features]: number of the row that a feature is made of, dropped rows counted
     "sources": np.dtype(np.uint16),  # [features]: which of ``FeatureStore.sources`` it comes from
     "numbers": np.dtype(np.int64),  # [features]: its line or number there
+    "checks": np.dtype(np.uint32),  # [features]: CRC-32 of its tokens, see ``_check``
 }
 _TOKENS = ("ids", "trained")
 _MAX_SOURCES = 2**16
@@ -46,13 +48,17 @@ class FeatureStore:
     ``fingerprint``: SHA-256 over bounds, ids and trained.
     """
 
-    def __init__(self, arrays: dict[str, Any], sources: SourceNames, rows: int, fingerprint: str):
+    def __init__(
+        self, arrays: dict[str, Any], sources: SourceNames, rows: int, fingerprint: str, folder: str | Path = "memory"
+    ):
         self.ids, self.trained, self.bounds = arrays["ids"], arrays["trained"], arrays["bounds"]
         self.row_numbers = arrays["rows"]
         self._source_of, self._number = arrays["sources"], arrays["numbers"]
+        self._checks = arrays["checks"]
         self.sources = sources
         self.rows = rows
         self.fingerprint = fingerprint
+        self.folder = folder
 
     @classmethod
     def mapped(cls, folder: Path, sources: SourceNames, rows: int, fingerprint: str) -> FeatureStore:
@@ -61,14 +67,21 @@ class FeatureStore:
         for name, dtype in ARRAYS.items():
             path = folder / file_name(name)
             arrays[name] = FileArray(path, dtype) if name in _TOKENS else _mapped(path, dtype)
-        return cls(arrays, sources, rows, fingerprint)
+        return cls(arrays, sources, rows, fingerprint, folder)
 
     def __len__(self) -> int:
         return len(self.row_numbers)
 
     def feature(self, index: int) -> InputFeature:
+        """Raises DataError where its tokens are not those that were written."""
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
-        return to_feature(Tokens(self.ids[part], self.trained[part]), str(self.origin(index)))
+        ids, trained = self.ids[part], self.trained[part]
+        if _check(ids, trained) != self._checks[index]:
+            raise DataError(
+                f"{self.origin(index)}: its encoded row in {self.folder} is damaged: its tokens are not what was "
+                "written. Delete that folder; the next start then encodes its rows again"
+            )
+        return to_feature(Tokens(ids, trained), str(self.origin(index)))
 
     def origin(self, index: int) -> Origin:
         name, is_line = self.sources[self._source_of[index]]
@@ -111,7 +124,9 @@ class FeatureWriter:
     def add(self, keys: Sequence[RowKey], chunk: EncodedChunk) -> None:
         self._write("ids", chunk.ids)
         self._write("trained", chunk.trained)
-        self._write("bounds", self.tokens + np.cumsum(chunk.lengths, dtype=np.int64))
+        ends = np.cumsum(chunk.lengths, dtype=np.int64)
+        self._write("bounds", self.tokens + ends)
+        self._write("checks", [_check(chunk.ids[a:b], chunk.trained[a:b]) for a, b in zip(ends - chunk.lengths, ends, strict=True)])
         self._write("rows", np.repeat(np.arange(self.rows, self.rows + len(keys)), chunk.counts))
         self._write("sources", np.repeat([self._source(origin) for _, origin in keys], chunk.counts))
         self._write("numbers", np.repeat([origin.number for _, origin in keys], chunk.counts))
@@ -145,6 +160,11 @@ class MemoryWriter(FeatureWriter):
     def store(self) -> FeatureStore:
         arrays = {name: np.frombuffer(self.files[name].getvalue(), dtype) for name, dtype in ARRAYS.items()}
         return FeatureStore(arrays, list(self.sources), self.rows, self.fingerprint())
+
+
+def _check(ids: np.ndarray, trained: np.ndarray) -> int:
+    """CRC-32: finds damage, which is what it is for, and costs little beside reading."""
+    return zlib.crc32(np.ascontiguousarray(trained, bool), zlib.crc32(np.ascontiguousarray(ids, np.int32)))
 
 
 def file_name(array: str) -> str:

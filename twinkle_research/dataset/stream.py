@@ -14,7 +14,7 @@ from twinkle_research.dataset.pipeline import processed, read_rows
 from twinkle_research.dataset.rows import Processor, RowReport
 from twinkle_research.dataset.sources import DatasetMeta, find_source
 from twinkle_research.errors import ConfigError, DataError
-from twinkle_research.symbols import load_symbol
+from twinkle_research.symbols import construct, load_symbol
 from twinkle_research.template.base import Template, to_feature
 from twinkle_research.template.tokens import Tokens
 
@@ -58,9 +58,11 @@ class IterableDataset:
     def set_template(self, template_func: Any, **kwargs: Any) -> IterableDataset:
         """As Dataset.set_template."""
         template = load_symbol(template_func, "twinkle_research.template", "template")
-        if isinstance(template, Template) and kwargs:
-            raise ValueError(f"a ready Template takes no further settings: {', '.join(kwargs)}")
-        self.template = template if isinstance(template, Template) else template(**kwargs)
+        self.template = construct(template, "set_template", **kwargs)
+        if not isinstance(self.template, Template):
+            raise ConfigError(f"a template is a Template, its class or its name, got {template!r}")
+        if self.template.pairs:
+            raise ConfigError("preferences cannot be streamed: encode them as a Dataset, and give Pairs of it to the loader")
         return self
 
     @property
@@ -86,7 +88,8 @@ class IterableDataset:
         rows = processed(read_rows(self._source, self.meta, report, reading, start.row), self._processors, report)
         stage = report.stage("encoding")
         place, given = start._replace(features=0), 0
-        for keys, chunk in encode_rows(self._template, rows, report, stage, self.options):
+        as_read = not self._processors and self.meta.data is None
+        for keys, chunk in encode_rows(self._template, rows, report, stage, self.options, note_columns=as_read):
             warnings.show()
             end = 0
             lengths = iter(chunk.lengths)
@@ -110,7 +113,7 @@ class IterableDataset:
 
 
 class _GrowingWarnings:
-    """Warnings about rows that were left out: each time that their number has grown tenfold, and at the end."""
+    """Warnings about rows, those that were left out first: each time that their number has grown tenfold, and at the end."""
 
     def __init__(self, name: str, report: RowReport):
         self.name = name
@@ -118,7 +121,7 @@ class _GrowingWarnings:
         self.shown = 0
 
     def show(self, last: bool = False) -> None:
-        count = sum(stage.dropped.total + stage.cut.total for stage in self.report.stages)
+        count = sum(counts.total for stage in self.report.stages for counts in stage.counts)
         if count > self.shown and (last or count >= 10 * self.shown):
             self.shown = count
             for text in self.report.warnings():
