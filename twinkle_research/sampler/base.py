@@ -11,6 +11,7 @@ from twinkle_research.data_format import IGNORE_INDEX, InputFeature, SampleRespo
 from twinkle_research.errors import DataError, UserError
 
 if TYPE_CHECKING:
+    from twinkle_research.model.base import TwinkleModel
     from twinkle_research.template.base import Template
 
 SamplerInput = Sequence[int] | InputFeature | Trajectory
@@ -29,7 +30,32 @@ class StreamChunk:
 
 
 class Sampler(ABC):
-    """Samples completions. The same request gives the same tokens, whatever else is in the batch."""
+    """Samples completions. The same request gives the same tokens, whatever else is in the batch.
+
+    ``version``: the number that the last ``sync`` gave to the weights; -1 before the first.
+    """
+
+    version: int = -1
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(rank, size): which share of a step's prompts this process samples. Ranks of one share sample the same."""
+        return 0, 1
+
+    def sync(self, model: TwinkleModel, version: int) -> dict[str, float]:
+        """Makes the weights that the sampler uses those of ``model`` as it is now; returns what that cost, as metrics.
+        Collective. Here for samplers that use the model itself."""
+        self.version = version
+        return {}
+
+    def sleep(self) -> None:  # noqa: B027 (samplers that hold nothing of their own)
+        """Gives memory back while the model trains."""
+
+    def wake_up(self) -> None:  # noqa: B027
+        """Undoes ``sleep``."""
+
+    def close(self) -> None:  # noqa: B027
+        """Ends the sampler; it cannot be used again."""
 
     @abstractmethod
     def sample(
@@ -52,7 +78,8 @@ class Sampler(ABC):
 
         Tokens include the one that stopped (end of turn, stop token, all tokens of a stop string), so they are what
         is trained; ``decoded`` leaves the stop out. ``logprobs`` are those of the distribution really sampled from:
-        after temperature, top-k, top-p and repetition penalty; at temperature 0 the untempered ones.
+        after temperature, top-k, top-p and repetition penalty; at temperature 0 the untempered ones. ``kept`` are the
+        token ids that top-k and top-p left to draw from, per token; None where they are off or the choice is greedy.
         ``prompt_logprobs`` are the model's own (temperature 1, unfiltered); the first token has none.
         A prompt that fills the model's context gives an empty completion, stop reason "length".
 

@@ -44,3 +44,11 @@ def draw(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     cumulative = logits_BV.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     target = uniforms_B.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits_BV.shape[-1] - 1)
+
+
+def kept_ids(filtered_BV: Tensor) -> list[list[int]]:
+    """For each row the sorted ids whose logit (or logprob) is not -inf."""
+    kept_BV = filtered_BV > -torch.inf
+    ids = kept_BV.nonzero()[:, 1].tolist()
+    ends = kept_BV.sum(dim=-1).cumsum(dim=-1).tolist()
+    return [ids[start:end] for start, end in zip([0, *ends], ends)]

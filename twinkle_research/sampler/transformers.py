@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,14 +25,14 @@ from twinkle_research.sampler.base import (
     to_params,
 )
 from twinkle_research.sampler.batch import BatchState
-from twinkle_research.sampler.filter import draw, filter_logits, penalise_repetition
+from twinkle_research.sampler.draws import Uniforms
+from twinkle_research.sampler.filter import draw, filter_logits, kept_ids, penalise_repetition
 from twinkle_research.sampler.mode import sampling_mode
 from twinkle_research.sampler.stops import Stops, TextStream, decode
 
 if TYPE_CHECKING:
     from twinkle_research.template.base import Template
 
-_UNIFORMS_AT_A_TIME = 64
 _SCORED_LOGITS = 2**26  # logits held at one time while prompts are scored
 
 
@@ -60,19 +59,13 @@ class _Row:
 
     prompt: _Prompt
     max_new: int
-    generator: np.random.Generator
+    uniforms: Uniforms
     stream: TextStream | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     stop_reason: str | None = None
     stop_token: bool = False
-    uniforms: list[float] = field(default_factory=list)
-
-    def uniform(self) -> float:
-        """The number in [0, 1) that decides the next token; the n-th depends on n only."""
-        if len(self.tokens) == len(self.uniforms):
-            self.uniforms.extend(self.generator.random(_UNIFORMS_AT_A_TIME).tolist())
-        return self.uniforms[len(self.tokens)]
+    kept: list[list[int]] = field(default_factory=list)
 
     def add(self, token: int, stops: Stops) -> None:
         self.tokens.append(token)
@@ -173,7 +166,7 @@ class TransformersSampler(Sampler):
         if not known:
             raise UserError("max_tokens: needed for a model without a limit of its own")
         stream = TextStream(self.tokenizer, stops.strings) if stops.strings else None
-        row = _Row(prompt, min(known), np.random.Generator(np.random.Philox(key=seed)), stream)
+        row = _Row(prompt, min(known), Uniforms(seed), stream)
         if row.max_new == 0:
             row.stop_reason = "length"
         return row
@@ -186,6 +179,7 @@ class TransformersSampler(Sampler):
                 logprobs=row.logprobs if params.logprobs is not None else None,
                 decoded=self._text(row),
                 new_input_feature=extend_feature(prompt.feature, row.tokens),
+                kept=row.kept if params.filters else None,
             )
             for row in rows
         ]
@@ -249,8 +243,11 @@ class TransformersSampler(Sampler):
         if params.temperature == 0:
             chosen = logits.argmax(dim=-1)
         else:
-            uniforms = torch.tensor([row.uniform() for row in live], dtype=torch.float64, device=logits.device)
+            uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in live], dtype=torch.float64, device=logits.device)
             chosen = draw(logits, uniforms)
+            if params.filters:
+                for row, ids in zip(live, kept_ids(logits), strict=True):
+                    row.kept.append(ids)
         normaliser = logits.logsumexp(dim=-1)
         chosen_logprobs = logits.gather(-1, chosen.unsqueeze(-1)).squeeze(-1) - normaliser
         tokens, logprobs = chosen.tolist(), chosen_logprobs.tolist()
