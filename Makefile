@@ -14,12 +14,12 @@ ARGS ?=
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 
-.PHONY: help install train test lint format bench clean
+.PHONY: help install train test test-all lint format bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train    fine-tune SmolLM2-135M on the identity rows and write a report (RUN_DIR=..., ARGS=...)"
-	@echo "make test     run the tests (PYTEST_ARGS=...)"
+	@echo "make test     run the tests (PYTEST_ARGS=...); make test-all also the long ones, of many processes"
 	@echo "make lint     check style and formatting; make format applies them"
 	@echo "make bench    run the benchmarks"
 	@echo "make install  only build .venv; make clean removes it and all caches, runs stay"
@@ -49,6 +49,9 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not slow" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

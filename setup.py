@@ -23,6 +23,7 @@ EXTRAS = {
         "zstandard>=0.22",
     ],
     "tinker": ["tinker>=0.38,<0.39"],
+    "rewards": ["math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25"],  # reward=math; data=reasoning_gym
     "modelscope": ["modelscope[datasets]>=1.30"],  # data.dataset_id=ms://...
     "slurm": ["submitit>=1.5", "hydra-submitit-launcher>=1.2"],
     # The sweeper of Hydra 1.3 declares optuna<3. It also works with a newer one: pip install --no-deps "optuna>=4.9".

@@ -39,11 +39,11 @@ def pins(root: Path) -> dict[str, str]:
 
 
 def test_extras_are_the_promised_ones(declared):
-    assert set(declared) == {"", "megatron", "te", "vllm", "vllm-cpu", "server", "tinker", "modelscope", "slurm", "sweep", "dev"}
+    assert set(declared) == {"", "megatron", "te", "vllm", "vllm-cpu", "server", "tinker", "rewards", "modelscope", "slurm", "sweep", "dev"}
 
 
 def test_pins_lie_within_the_declared_ranges(declared, pins):
-    for extra in ("", "megatron", "vllm-cpu", "server", "tinker", "slurm", "dev"):
+    for extra in ("", "megatron", "vllm-cpu", "server", "tinker", "rewards", "slurm", "dev"):
         for text in declared[extra]:
             requirement = Requirement(text)
             name = canonicalize_name(requirement.name)

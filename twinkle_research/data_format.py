@@ -34,11 +34,15 @@ class Message(TypedDict, total=False):
 
 
 class Trajectory(TypedDict, total=False):
-    """A conversation and what a rollout adds to it."""
+    """A conversation and what a rollout adds to it. ``user_data``: (name, value) of the row's other columns."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
-    user_data: list[list[str]]
+    user_data: list[list[Any]]
+    completion: str  # text of the last answer, without the token that stopped it
+    stop_reason: str
+    num_tokens: int  # of the last answer
+    row: str  # where it came from, as in InputFeature
 
 
 class InputFeature(TypedDict, total=False):
@@ -97,6 +101,11 @@ class SamplingParams:
         for ok, message in checks:
             if not ok:
                 raise ValueError(message)
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:

@@ -35,6 +35,12 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: run the same command again to continue
 EXIT_INTERRUPTED = 130  # a second signal: left at once, nothing saved beyond the last checkpoint
 
 
+def similar(name: str, valid: Iterable[str]) -> str:
+    """Text to put behind a message, "; did you mean ...?", or nothing where no name is near."""
+    close = difflib.get_close_matches(str(name), [str(v) for v in valid], n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Hint for an unknown ``name``: the nearest of ``valid``, or all of them where none is near."""
     names = [str(v) for v in valid]

@@ -29,6 +29,7 @@ def refusal(*words: str, world: WorldInfo | None = None) -> str:
         (["model.source=smollm2_135m"], "'model.source' cannot be set"),
         (["adapter.modules_to_save=[q_proj]", "adapter.target_modules=[q_proj]"], "q_proj cannot be in both"),
         (["optimizer=sgd", "optimizer.nesterov=true"], "needs optimizer.momentum > 0"),
+        (["optimizer=muon", "optimizer.momentum=0"], "needs optimizer.momentum > 0"),
         (["scheduler.warmup_steps=11", "trainer.max_steps=10"], "longer than trainer.max_steps=10"),
         (["scheduler=wsd", "scheduler.decay_steps=8", "scheduler.warmup_steps=3", "trainer.max_steps=10"], "= 11 is longer"),
         (["scheduler=linear", "scheduler.total_steps=5", "scheduler.warmup_steps=6"], "longer than scheduler.total_steps=5"),

@@ -208,7 +208,7 @@ def test_help_names_groups_options_and_keys() -> None:
     text = help_text([])
     for expected in (
         "smollm2_135m | hf | tiny",
-        "adamw | adam | muon | sgd",
+        "adamw | adam | adamw_preference | adamw_rl | muon | sgd",
         "own_data",
         "run_dir=null",
         "--cfg job",
@@ -244,7 +244,7 @@ def test_values_that_complete() -> None:
     ("line", "expected"),
     [
         ("opti", ["optimizer.", "optimizer="]),
-        ("optimizer=", ["optimizer=adam", "optimizer=adamw", "optimizer=muon", "optimizer=sgd"]),
+        ("optimizer=", [f"optimizer={name}" for name in ("adam", "adamw", "adamw_preference", "adamw_rl", "muon", "sgd")]),
         ("optimizer=sgd optimizer.m", ["optimizer.momentum="]),
         ("backend.sharding=d", ["backend.sharding=ddp"]),
         ("dry_run=", ["dry_run=true", "dry_run=false"]),

@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 
-from twinkle_research.config import cli, compose
+from twinkle_research.config import cli, compose, to_object
 from twinkle_research.config.keys import all_keys
+from twinkle_research.dataset import build_prompts
 from twinkle_research.dataset.config import MixSource
 from twinkle_research.distributed.env import WorldInfo
+from twinkle_research.model.prepare import resolve_model_folder
+from twinkle_research.reward import build_reward
+from twinkle_research.reward.config import RewardPart
+from twinkle_research.template import build_template
 from twinkle_research.trainer import worker
 from twinkle_research.trainer.config import TrainConfig
 
 # Code that looks at settings only to check, copy or show them: (end of the file's name, functions that do act).
 LOOKERS = {
-    "config/checks.py": (),
+    "checks.py": (),  # all that validates, config/rewardchecks.py and others
     "config/inputs.py": (),
     "config/memory.py": (),
     "config/resume.py": (),
@@ -34,6 +39,7 @@ COPIES = ("tracking/build.py", "<dictcomp>")  # the whole config, for W&B
 SETTINGS = {k for k in all_keys() if not (k.endswith(".name") and k.count(".") == 1) and not k.startswith("model.architecture.")}
 
 SETTINGS |= {f"data.sources.{field.name}" for field in dataclasses.fields(MixSource)}
+SETTINGS |= {f"reward.parts.{field.name}" for field in dataclasses.fields(RewardPart)}
 
 # Read only where there are other ranks to wait for, which one process has not.
 BETWEEN_RANKS = {"launch.timeout_minutes": "distributed/runtime.py"}
@@ -108,7 +114,37 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
         )
         sources = f"data.sources=[{{path: {rows}, train_on: last}}, {{path: {rows}}}]"
         run("d", "data=mix", sources, "trainer.max_steps=1")
+        pairs = folder / "pairs.jsonl"
+        pairs.write_text('{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}\n' * 2)
+        for loss in ("dpo", "simpo", "orpo", "cpo", "kto_pair"):
+            run(loss, f"loss={loss}", f"data.path={pairs}", "trainer.max_steps=1")
+    read_by_tasks_and_rewards(folder, found)
     return found
+
+
+def read_by_tasks_and_rewards(folder: Path, reads: Reads) -> None:
+    """What prompts and rewards of each option read; they are built as a run builds them."""
+    gsm8k, prompts, math = (folder / f"{name}.jsonl" for name in ("gsm8k", "prompts", "math"))
+    gsm8k.write_text('{"question": "2 + 2?", "answer": "#### 4"}\n')
+    prompts.write_text('{"prompt": "2 + 2?", "answer": "4"}\n')
+    math.write_text('{"problem": "2 + 2?", "solution": "It is \\\\boxed{4}."}\n')
+    parts = "reward.parts=[{reward: exact}, {reward: length}]"
+    for words in (
+        ["data=sums", "reward=exact", "data.eval_rows=2", "data.rows=4"],
+        ["data=countdown", "data.rows=4", "data.eval_rows=2", "reward=countdown"],
+        ["data=reasoning_gym", "data.dataset=coin_flip", "data.rows=4", "data.eval_rows=2", "reward=reasoning_gym"],
+        ["data=gsm8k", f"data.path={gsm8k}", f"data.eval_path={gsm8k}", "reward=gsm8k"],
+        ["data=math", f"data.path={math}", "reward=math"],
+        ["data=prompts", f"data.path={prompts}", "reward=numeric"],
+        ["reward=format"],
+        ["reward=length"],
+        ["reward=function", "reward.path=twinkle_research.reward.GSM8KFormatReward"],
+        ["reward=combined", parts],
+    ):
+        config = traced(to_object(compose(["model=tiny", "loss=grpo", *words])), reads)
+        build_reward(config.reward).close()
+        if words[0].startswith("data="):
+            build_prompts(config.data, build_template(config.data, resolve_model_folder(config.model)), config.seed)
 
 
 def test_every_setting_is_read(reads: Reads, root: Path) -> None:

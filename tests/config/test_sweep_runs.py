@@ -10,6 +10,7 @@ from twinkle_research.config.cli import main
 from twinkle_research.distributed import launcher
 
 
+@pytest.mark.long
 def test_a_sweep_of_two_process_jobs(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ from chat_styles import make_tokenizer
 
 from twinkle_research.dataloader import StreamLoader
 from twinkle_research.dataset import DatasetMeta, IterableDataset
-from twinkle_research.errors import ConfigError
+from twinkle_research.errors import ConfigError, DataError
 from twinkle_research.template import Template
 
 
@@ -90,6 +90,24 @@ def test_leaving_a_loop_early_goes_on_where_it_was(path) -> None:
             if number == 1:
                 break
     assert whole_batches([loader], 1) == whole_batches(ranks(path), 5)[4:] != expected[:1]
+
+
+def test_a_rest_that_gives_nothing_any_more_ends_its_pass(path, caplog) -> None:
+    """Code that makes the rows may have changed since the position was saved."""
+    place = {"consumed_train_samples": 20, "stream": {"epoch": 3, "row": 9, "features": 1}}
+    loader, first = ranks(path)[0], {f"{path}:{number}" for number in range(1, 9)}
+    loader.dataset.map(lambda row: row if row["prompt"] in {f"question {i}" for i in range(8)} else None)
+    loader.load_state(place)
+    assert list(loader) == [] and "is left after row 10 of pass 4" in caplog.text
+    assert loader.get_state() == {"consumed_train_samples": 20, "stream": {"epoch": 4, "row": 0, "features": 0}}
+    assert {f["row"] for batch in loader for f in batch} == first - {f"{path}:3"}
+    nothing = ranks(path)[0]
+    nothing.dataset.map(lambda row: None)
+    nothing.load_state(place)
+    assert list(nothing) == []
+    for _ in range(2):
+        with pytest.raises(DataError, match="no row can be trained on"):
+            list(nothing)
 
 
 def test_settings_are_checked(path) -> None:

@@ -33,13 +33,20 @@ SCENARIOS = {
     "masked_rank": ({}, [[make_rows(2)[0], MASKED[0], make_rows(2)[1], MASKED[1]] for _ in range(2)]),
     "uneven_micro_batches": ({"micro": 1}, [make_rows(3), make_rows(5)]),
     "empty_rank": ({}, [make_rows(1), make_rows(1, seed=1)]),
+    "muon": ({"optimizer": "Muon"}, [make_rows(5, seed=s) for s in range(4)]),
+    "muon_lora": ({"optimizer": "Muon", "lora": True}, [make_rows(5, seed=s) for s in range(4)]),
+    "empty_rank_in_parts": ({"parts": True}, [make_rows(1), make_rows(3), make_rows(1, seed=1)]),
     "empty_rank_by_hand": ({"by_hand": True, "accumulation": 1}, [make_rows(1), make_rows(1, seed=1)]),
 }
+
+# Sharding cuts the matrices that Muon needs whole.
+RUNS = [(sharding, name) for sharding in SHARDINGS for name in SCENARIOS if (sharding, name) != ("fsdp2", "muon")]
+OPTIMIZERS = {"AdamW": {"lr": 1e-2, "eps": 1e-3}, "Muon": {"lr": 2e-2, "adamw_lr": 1e-2, "adamw_eps": 1e-3}}
 
 
 def build(
     folder, runtime, sharding="auto", lora=False, by_hand=False, normalization="token", dtype="float32", micro=2,
-    accumulation=2, checkpointing=False, packing=False,
+    accumulation=2, checkpointing=False, packing=False, optimizer="AdamW", parts=False,
 ):  # fmt: skip
     model = TransformersModel(
         folder, dtype=dtype, seed=4, runtime=runtime, sharding=sharding, gradient_checkpointing=checkpointing
@@ -52,7 +59,7 @@ def build(
     cut = {"packing": True, "micro_batch_tokens": 24} if packing else {"micro_batch_size": micro}
     model.set_processor("InputProcessor", **cut)
     model.set_loss("CrossEntropyLoss", normalization=normalization)
-    model.set_optimizer("AdamW", lr=1e-2, eps=1e-3)
+    model.set_optimizer(optimizer, **OPTIMIZERS[optimizer])
     return model
 
 
@@ -62,11 +69,16 @@ def share(model, rows):
     return [row | {"sample_index": j} for j, row in enumerate(rows) if j % size == rank]
 
 
-def train(model, batches, by_hand=False):
+def train(model, batches, by_hand=False, parts=False):
     metrics = []
     for rows in batches:
         own = share(model, rows)
-        model.forward_backward(own, normalizer=None if by_hand else model.count(own))
+        if parts:
+            model.forward(own)
+            model.calculate_loss()
+            model.backward()
+        else:
+            model.forward_backward(own, normalizer=None if by_hand else model.count(own))
         model.clip_grad_and_step()
         metrics.append(model.calculate_metric(is_training=True).result)
     model.finish_window()
@@ -74,11 +86,13 @@ def train(model, batches, by_hand=False):
 
 
 def run(folder, runtime, sharding="auto"):
-    """name -> (weights, metrics)"""
+    """name -> (weights, metrics). ``by_hand``: without a normaliser; ``parts``: forward, loss and backward one by one."""
     results = {}
     for name, (options, batches) in SCENARIOS.items():
+        if (sharding, name) not in [*RUNS, ("auto", name)]:
+            continue
         model = build(folder, runtime, sharding, **options)
-        metrics = train(model, batches, options.get("by_hand", False))
+        metrics = train(model, batches, options.get("by_hand", False), options.get("parts", False))
         results[name] = (model.get_state_dict(), metrics)
     return results
 

@@ -11,6 +11,8 @@ from ranks import launch
 from safetensors.torch import load_file
 from tiny_models import relative_distance
 
+pytestmark = pytest.mark.long
+
 # Of weights, values and the reference's log-probabilities, relative L2. bfloat16 rounds what layouts sum in another order.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 

@@ -1,14 +1,16 @@
 """What LoRA settings do, and that wrong ones are refused by name."""
 
+import dataclasses
+
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, LoraRuntimeConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tiny_models import make_rows
 
 from twinkle_research.errors import CheckpointError, ConfigError, UserError
 from twinkle_research.model.config import LoraAdapterConfig
-from twinkle_research.model.transformers import TransformersModel
+from twinkle_research.model.transformers import MultiLoraTransformersModel, TransformersModel, lora
 
 
 def add(folder, config, dtype="float32", **options):
@@ -64,11 +66,64 @@ def test_s19_all_linear_is_every_layers_seven(tiny_llama):
         (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (LoraConfig(target_modules=["q_proj"], bias="all"), "biases"),
         (LoraAdapterConfig(dropout=1.0), "adapter.dropout"),
+        (LoraAdapterConfig(alpha=0.0), "adapter.alpha must be finite and > 0"),
+        (LoraConfig(target_modules=["q_proj"], exclude_modules=["k_proj"]), "exclude_modules: 'k_proj' excludes nothing"),
+        (LoraConfig(target_modules=["q_proj"], exclude_modules="q_proj"), "exclude_modules: 'q_proj' excludes nothing"),
+        (LoraConfig(target_modules=["q_proj"], exclude_modules=["q_proj"]), "no module is left"),
+        (LoraConfig(target_modules=["q_proj"], layers_to_transform=[1, 2]), "layers_to_transform: .* layer 2"),
+        (LoraConfig(target_modules=["q_proj"], layers_to_transform=1, layers_pattern="h"), "layers_to_transform: .* layer 1"),
+        (LoraConfig(target_modules=["q_proj"], rank_pattern={"q_porj": 2}), "rank_pattern: 'q_porj' .*did you mean 'q_proj'"),
+        (LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 0}), "must be a whole number >= 1, got 0"),
+        (LoraConfig(target_modules=["q_proj"], alpha_pattern={"v_proj": 2}), "alpha_pattern: 'v_proj' fits no module"),
+        (LoraConfig(target_modules=["q_proj", "norm"], modules_to_save=["norm"]), "norm cannot be in both"),
+        (LoraConfig(target_modules=[]), "target_modules is empty"),
+        (LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"), "task_type='SEQ_CLS'"),
+        ({"r": 4}, r"given by a peft LoraConfig.*got \{'r': 4\}; write LoraConfig"),
+        (None, "given by a peft LoraConfig.*got None"),
     ],
 )
 def test_s19_wrong_settings(tiny_llama, config, message):
     with pytest.raises(ConfigError, match=message):
         add(tiny_llama, config)
+
+
+# A value other than the default for every field of PEFT's LoraConfig that is refused as a whole.
+REFUSED = {
+    "megatron_config": {"a": 1}, "megatron_core": "other", "trainable_token_indices": [1, 2, 3], "loftq_config": {"bits": 4},
+    "eva_config": {}, "corda_config": {}, "lora_ga_config": {}, "velora_config": {"num_groups": 2},
+    "alora_invocation_tokens": [1],
+    "use_qalora": True, "qalora_group_size": 8, "monteclora_config": {}, "layer_replication": [(0, 1)],
+    "runtime_config": LoraRuntimeConfig(ephemeral_gpu_offload=True), "target_parameters": ["x"], "use_bdlora": {},
+    "arrow_config": {}, "kasa_config": {},
+}  # fmt: skip
+
+
+def test_every_field_of_peft_is_supported_or_refused(tiny_llama):
+    """The model stays whole where one is refused: layer_replication, for one, would cut the base for all adapters."""
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert known == lora._SUPPORTED | lora._OF_THE_FILE | REFUSED.keys()
+    model = MultiLoraTransformersModel(tiny_llama)
+    model.add_adapter_to_model("first", LoraConfig(target_modules="all-linear"))
+    before = model.forward_only(make_rows(2), adapter_name="first").result["logps"]
+    for name, value in REFUSED.items():
+        config = LoraConfig(r=4, target_modules="all-linear")
+        setattr(config, name, value)
+        with pytest.raises(ConfigError, match=rf"LoraConfig.{name}=.* is not supported; what is: alpha_pattern, "):
+            model.add_adapter_to_model("second", config)
+    assert model.adapters == ["first"]
+    assert model.forward_only(make_rows(2), adapter_name="first").result["logps"] == before
+
+
+def test_parts_of_the_model_as_peft_chooses_them(tiny_llama):
+    assert adapted(add(tiny_llama, KINDS["parts"])) == [
+        f"base_model.model.model.layers.1.{n}" for n in ("mlp.up_proj", "self_attn.q_proj")
+    ]
+    without = LoraConfig(target_modules="all-linear", exclude_modules=r".*_proj", inference_mode=True)
+    with pytest.raises(ConfigError, match="no module is left"):
+        add(tiny_llama, without)
+    without.exclude_modules = r".*layers\.0\..*"
+    model = add(tiny_llama, without)
+    assert len(adapted(model)) == 7 and all(p.requires_grad for p in model.training_state().parameters.values())
 
 
 @pytest.mark.parametrize("rank", [0, -5, 1.5, True])
@@ -103,7 +158,11 @@ KINDS = {
     "embeddings": LoraAdapterConfig(r=4, modules_to_save=["embed_tokens"]),
     "head": LoraAdapterConfig(r=4, modules_to_save=["lm_head"]),
     "norm": LoraAdapterConfig(r=4, modules_to_save=["norm"]),
-}
+    "parts": LoraConfig(
+        r=4, target_modules=["q_proj", "up_proj", "down_proj"], exclude_modules=["down_proj"], layers_to_transform=[1],
+        layers_pattern="layers", rank_pattern={"up_proj": 2}, alpha_pattern={"q_proj": 3.5}, use_rslora=True,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

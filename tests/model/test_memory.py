@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import launch
 
+
 HIDDEN, WIDTH, LAYERS, ROWS = 256, 704, 20, 4096
 LARGEST = ROWS * HIDDEN * 4 / 1e6  # MB, of the embedding, in float32
 LAYER = (4 * HIDDEN**2 + 3 * HIDDEN * WIDTH) * 4 / 1e6
@@ -14,7 +15,7 @@ SHARD = WHOLE / 2
 SLACK = 4.0  # buffers of Python, of hashing, of collectives
 
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 from tiny_models import make_rows
 
-from twinkle_research.errors import UserError
+from twinkle_research.errors import ConfigError, DataError, UserError
 from twinkle_research.metric import CallRecord, LossMetric, Meter, Metric, StepRecord, TrainMetric
 from twinkle_research.metric.base import add_sums
 from twinkle_research.model.transformers import TransformersModel
@@ -51,7 +51,7 @@ def test_own_metric_and_names(tiny_llama):
     model.forward_only(make_rows(3))
     result = model.calculate_metric(is_training=False).result
     assert result["longest/ids"] == max(row["length"] for row in make_rows(3)) and result["rows"] == 3 and result["loss"] > 0
-    with pytest.raises(ValueError, match="did you mean 'LossMetric'"):
+    with pytest.raises(ConfigError, match="did you mean 'LossMetric'"):
         model.add_metric("LosMetric")
 
 
@@ -72,8 +72,15 @@ def test_single_calls_out_of_order_are_named(tiny_llama):
         model.calculate_loss()
     with pytest.raises(UserError, match="needs a forward and a calculate_loss"):
         model.backward()
-    model.forward(make_rows(1))
-    with pytest.raises(UserError, match="needs a forward and a calculate_loss"):
-        model.backward()
-    with pytest.raises(ValueError, match="advantages has 1 entries for 2 rows"):
+    nothing = [row | {"labels": [-100] * row["length"]} for row in make_rows(1)]
+    for rows in (make_rows(1), nothing, []):
+        model.forward(rows)
+        with pytest.raises(UserError, match="needs a forward and a calculate_loss"):
+            model.backward()
+    model.calculate_loss()  # of no rows, as a rank may have none
+    model.backward()
+    with pytest.raises(UserError, match="needs a forward before it"):
+        model.calculate_loss()
+    model.set_loss("GRPOLoss")
+    with pytest.raises(DataError, match="advantages has 1 entries for 2 rows"):
         model.forward_backward(make_rows(2), advantages=[1.0])

@@ -104,7 +104,7 @@ def test_a_custom_loss_is_taken_and_may_ask_for_entropy(tiny_llama):
         model.clip_grad_and_step()
         entropies.append(model.calculate_metric(is_training=True).result["entropy"])
     assert entropies[0] < entropies[1] < entropies[2] < torch.tensor(97.0).log()
-    with pytest.raises(ValueError, match="did you mean 'CrossEntropyLoss'"):
+    with pytest.raises(ConfigError, match="did you mean 'CrossEntropyLoss'"):
         model.set_loss("CrosEntropyLoss")
 
 
@@ -122,7 +122,7 @@ def test_template_and_processor_by_name_or_object(tiny_llama):
     assert model.trained().template is template
     with pytest.raises(UserError, match="no adapter 'x'; the model has none"):
         model.forward_only(make_rows(1), adapter_name="x")
-    with pytest.raises(ValueError, match="adapter_name is empty"):
+    with pytest.raises(UserError, match="adapter_name is empty"):
         TransformersModel(tiny_llama).add_adapter_to_model("", LoraAdapterConfig())
 
 

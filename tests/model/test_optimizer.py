@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from tiny_models import relative_distance
 from torch import nn
 
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import CheckpointError, ConfigError, UserError
 from twinkle_research.model.gradients import Gradients
+from twinkle_research.model.muon import orthogonalized
 from twinkle_research.model.optimizer import Optimizer, optimizer_spec
 from twinkle_research.model.training import TrainingState
 from twinkle_research.trainer.config import AdamConfig, MuonConfig, SgdConfig
@@ -154,6 +156,50 @@ def test_muon_takes_matrices_and_leaves_the_rest_to_adamw():
     assert all(torch.equal(again.parameters[name], p) for name, p in parameters.items())
 
 
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5), (1, 7)])
+def test_muon_is_torchs_in_the_precision_of_the_model(shape):
+    """Computed in bfloat16 it has the same bits; in float32 it is what bfloat16 rounds."""
+    torch.manual_seed(0)
+    start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(3)]
+    options = {"lr": 0.02, "momentum": 0.9, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
+
+    def stepped(parameter):
+        optimizer = Optimizer({"w": parameter}, optimizer_spec("Muon", **options), ["w"])
+        for gradient in gradients:
+            optimizer.step({"w": gradient.to(optimizer.masters["w"])})
+        return optimizer.masters["w"].detach()
+
+    theirs = nn.Parameter(start.bfloat16().float())
+    optimizer = torch.optim.Muon([theirs], **options)
+    for gradient in gradients:
+        theirs.grad = gradient
+        optimizer.step()
+    ours, wide = stepped(nn.Parameter(start.bfloat16())), stepped(nn.Parameter(start.bfloat16().float()))
+    assert torch.equal(ours, theirs.detach()) and 0 < relative_distance({"w": wide - start}, {"w": ours - start}) < 0.02
+    exact = stepped(nn.Parameter(start.bfloat16().double()))
+    assert exact.dtype == torch.float64 and torch.allclose(exact.float(), wide, atol=1e-5)
+
+
+def test_orthogonalized():
+    torch.manual_seed(0)
+    matrix = torch.randn(12, 7, dtype=torch.float64)
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonalized(matrix, 5, torch.float64)
+    inner = u.T @ found @ v.T  # diagonal: singular vectors stay
+    assert torch.allclose(inner, torch.diag(inner.diagonal()), atol=1e-12)
+    assert float(inner.diagonal().min()) > 0.6 and float(inner.diagonal().max()) < 1.3
+    assert torch.allclose(orthogonalized(matrix.T, 5, torch.float64), found.T)
+    assert torch.equal(orthogonalized(3 * matrix, 0, torch.float64), 3 * matrix / (3 * matrix).norm())
+    assert torch.equal(orthogonalized(torch.zeros(2, 3), 5, torch.float32), torch.zeros(2, 3))
+
+
+def test_muon_without_momentum_keeps_none_and_resumes():
+    w = nn.Parameter(torch.ones(2, 2))
+    optimizer = Optimizer({"w": w}, optimizer_spec("Muon", momentum=0.0, nesterov=False), ["w"])
+    optimizer.step({"w": torch.ones(2, 2)})
+    assert optimizer.slots("w") == optimizer.expected_slots("w") == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -235,7 +281,8 @@ def test_misuse_is_named():
         state.open(None)
     with pytest.raises(UserError, match="set_optimizer"):
         TrainingState({"w": w}, Runtime()).clip_grad_and_step(1.0)
-    with pytest.raises(ConfigError, match="nesterov"):
-        state.set_optimizer(optimizer_spec("sgd", nesterov=True))
+    for spec in (optimizer_spec("sgd", nesterov=True), optimizer_spec("muon", momentum=0.0)):
+        with pytest.raises(ConfigError, match="nesterov"):
+            state.set_optimizer(spec)
     with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
         TrainingState({"w": w}, Runtime(), gradient_accumulation_steps=0)

@@ -271,6 +271,8 @@ def test_results_come_back_in_the_order_of_the_rows(tiny_llama):
     seen = []
 
     class Keep(type(model.trained().loss)):
+        reads = frozenset({"advantages"})
+
         def __call__(self, scores, inputs, normalizer):
             seen.append((inputs.advantages * inputs.mask).sum())
             return super().__call__(scores, inputs, normalizer)

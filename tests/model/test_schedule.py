@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import ConfigError
+from twinkle_research.model.optimizer import optimizer_spec
 from twinkle_research.model.schedule import build_schedule
+from twinkle_research.model.training import TrainingState
 from twinkle_research.trainer.config import ConstantScheduleConfig, DecayScheduleConfig, WsdScheduleConfig
 
 
@@ -78,11 +81,39 @@ def test_a_function_is_a_schedule():
         ({"schedule": "linear", "total_steps": 5, "warmup_steps": 5}, "shorter warmup"),
         ({"schedule": "cosine", "total_steps": 5, "min_ratio": 1.5}, "min_ratio"),
         ({"schedule": "wsd", "total_steps": 5, "decay_steps": 6}, "decay_steps=6"),
+        ({"schedule": "CosineAnnealingLR", "T_max": 0}, "T_max must be >= 1"),
+        ({"schedule": "CosineAnnealingLR", "T_max": 5, "eta_min": 0.1, "base_lr": 0.0}, "optimizer's lr is 0"),
+        ({"schedule": "LinearLR", "total_iters": 0}, "total_iters must be >= 1"),
     ],
 )
 def test_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         build_schedule(**arguments)
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "schedule first", "another optimizer later"])
+def test_eta_min_is_that_rate_whatever_is_set_first(order):
+    state = TrainingState({"w": torch.nn.Parameter(torch.zeros(1))}, Runtime())
+
+    def optimizer(lr):
+        state.set_optimizer(optimizer_spec("sgd", lr=lr))
+
+    if order == "another optimizer later":
+        optimizer(0.5)
+    if order == "optimizer first":
+        optimizer(1e-3)
+    state.set_schedule("CosineAnnealingLR", T_max=10, eta_min=1e-5)
+    if order != "optimizer first":
+        optimizer(1e-3)
+    rates = []
+    for state.schedule_position in (0, 5, 10):
+        rates.append(state.lr)
+    assert rates == pytest.approx([1e-3, 5.05e-4, 1e-5])
+    with pytest.raises(ConfigError, match="optimizer's lr is 0"):
+        optimizer(0.0)
+    with pytest.raises(ConfigError, match="no option 'base_lr'"):
+        state.set_schedule("CosineAnnealingLR", T_max=10, base_lr=1.0)
+    assert state.lr == pytest.approx(1e-5)
 
 
 def test_describe_is_plain():

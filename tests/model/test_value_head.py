@@ -17,6 +17,7 @@ class SquaredError(Loss):
     """Cross entropy, and half the squared distance of the values from ``advantages``."""
 
     needs = frozenset({"values"})
+    reads = frozenset({"advantages"})
 
     def __call__(self, scores, inputs, normalizer):
         error_BT = 0.5 * (scores.values - inputs.advantages).square()

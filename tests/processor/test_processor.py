@@ -89,11 +89,11 @@ def test_loss_inputs_in_all_forms_mean_the_same() -> None:
 
 
 def test_bad_loss_inputs_are_named() -> None:
-    with pytest.raises(ValueError, match=r"old_logps of r:1 has shape \(3,\); expected a scalar, 2 values .* or 4 values"):
+    with pytest.raises(DataError, match=r"old_logps of r:1 has shape \(3,\); expected a scalar, 2 values .* or 4 values"):
         collate([{**TWO[0], "row": "r:1"}], old_logps=[[1.0, 2.0, 3.0]])
-    with pytest.raises(ValueError, match="advantages has 1 entries for 2 rows"):
+    with pytest.raises(DataError, match="advantages has 1 entries for 2 rows"):
         collate(TWO, advantages=[1.0])
-    with pytest.raises(TypeError, match="unknown loss input 'advantage': did you mean 'advantages'"):
+    with pytest.raises(ConfigError, match="unknown loss input 'advantage': did you mean 'advantages'"):
         collate(TWO, advantage=[1.0, 1.0])
     with pytest.raises(ValueError, match="at least one feature"):
         collate([])
@@ -125,6 +125,26 @@ def test_split_by_tokens_counts_padding() -> None:
         parts = processor.split_indices(lengths)
         assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
         assert all(len(part) == 1 or len(part) * max(lengths[i] for i in part) <= 12 for part in parts)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_pairs_stay_together_and_in_order(packing: bool) -> None:
+    """A budget holds both rows of a pair; the rows of a padded micro-batch are as long as its longest."""
+    assert InputProcessor(micro_batch_size=2).split_indices([1, 2, 3, 4, 5, 6], together=2) == [[0, 1, 2, 3], [4, 5]]
+    assert InputProcessor().split_indices([1, 2, 3, 4], together=2) == [[0, 1], [2, 3]]
+    processor = InputProcessor(micro_batch_tokens=24, packing=packing)
+    # Packed, pairs take 14, 10 and 10 of the 24; padded, their longest rows have 9, 6 and 5 tokens, each twice.
+    expected = [[0, 1, 2, 3], [4, 5]] if packing else [[0, 1], [4, 5, 2, 3]]
+    assert processor.split_indices([5, 9, 5, 5, 6, 4], together=2) == expected
+    rng = random.Random(1)
+    for _ in range(200):
+        lengths = [rng.randint(1, 15) for _ in range(2 * rng.randint(0, 7))]
+        parts = processor.split_indices(lengths, together=2)
+        assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+        for part in parts:
+            assert all(b == a + 1 and a % 2 == 0 for a, b in zip(part[::2], part[1::2], strict=True))
+            size = sum(lengths[i] for i in part) if packing else len(part) * max(lengths[i] for i in part)
+            assert len(part) == 2 or size <= 24
 
 
 def test_settings_are_checked() -> None:

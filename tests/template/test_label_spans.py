@@ -7,6 +7,7 @@ import pytest
 from chat_styles import STYLES, make_metaspace_tokenizer, make_tokenizer
 
 from twinkle_research.data_format import IGNORE_INDEX
+from twinkle_research.dataset.encoding import encode_chunk
 from twinkle_research.errors import DataError
 from twinkle_research.template import Template
 
@@ -285,6 +286,23 @@ def test_weight_zero_leaves_a_turn_out() -> None:
     row = row_of("u1", "a1", "u2", "a2")
     row["messages"][1]["weight"] = 0
     assert texts("chatml", row) == [["a2<|end|>"]]
+
+
+def test_weight_zero_is_refused_where_every_token_is_trained() -> None:
+    """Which tokens of a rendering belong to a message cannot be told for every role."""
+    template = Template(tokenizer=make_tokenizer("chatml"), train_on="all")
+    row = row_of("u1", "a1", "u2", "a2")
+    for number in (1, 2):
+        weighted = {"messages": [m | ({"weight": 0} if i == number else {}) for i, m in enumerate(row["messages"])]}
+        with pytest.raises(DataError, match=rf"messages\[{number}\].weight is 0 \(not trained\), but with train_on=all every"):
+            template.encode_all(weighted)
+        assert template.encode_all(weighted, add_generation_prompt=True)
+    # A prompt's own assistant turns are marked by us, not by the data.
+    pair = {"prompt": row["messages"][:3], "completion": row["messages"][3:]}
+    chunk = encode_chunk(template, [pair, row], False)
+    assert chunk.errors == [] and chunk.lengths[0] == chunk.lengths[1] and chunk.trained.all()
+    pair["prompt"][1]["weight"] = 0
+    assert [i for i, _ in encode_chunk(template, [row, pair], False).errors] == [0, 1]  # they share the message
 
 
 def test_markers_choose_what_is_trained_inside_a_turn() -> None:

@@ -200,6 +200,7 @@ class SlowTokenizer:
     def __init__(self, fast: PreTrainedTokenizerFast, loses_spaces: bool = False):
         self._fast, self._loses_spaces = fast, loses_spaces
         self.chat_template, self.special_tokens_map = fast.chat_template, fast.special_tokens_map
+        self.added_tokens_decoder = fast.added_tokens_decoder
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
         text = text.strip() if self._loses_spaces else text

@@ -21,15 +21,26 @@ import twinkle_research.trainer.run  # noqa: F401
 from twinkle_research.config import compose, to_object
 from twinkle_research.config.plan import run_plan
 from twinkle_research.distributed.launcher import start
-from twinkle_research.trainer.sft import SftTrainer
+from twinkle_research.trainer.loop import TrainingLoop
 
 QUIET = ["tracking.progress=none", "tracking.tensorboard=false", "tracking.report=false", "data.sample_prompts=[]"]
 # 23 rows by 4: six steps an epoch, the last of them with three rows.
 TINY = ["model=tiny", "data.limit=23", "trainer.batch_size=4", "trainer.eval_every=null", *QUIET]
 
 
+# A rollout of 4 prompts by 4 completions, cut into two batches and gone through twice: four optimizer steps. The reward has
+# something to say even of the answers of a random model.
+RL = ["loss=grpo", "model=tiny", "sampler=transformers", "sampler.max_tokens=6", "trainer.batch_size=2",
+      "rollout.prompts_per_step=4", "rollout.num_generations=4", "trainer.inner_epochs=2", "data.eval_rows=4",
+      "trainer.eval_samples=2", "reward=function", f"reward.path={Path(__file__).with_name('short_words.py')}:short_words",
+      "optimizer.eps=1e-5",
+      *(word for word in QUIET if not word.startswith("data."))]  # fmt: skip
+
+
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> DictConfig:
+    if any(word in RL for word in overrides):
+        return compose(list(overrides))
     words = [word for word in TINY if "data=mix" not in overrides or not word.startswith("data.limit")]
     return compose([*words, *overrides])
 
@@ -59,15 +70,15 @@ def train_in_child(run_dir: Path, *overrides: str, before: Callable[[], None] | 
 
 def killed_after(step: int) -> None:
     """In a child: SIGKILL after ``step`` optimizer steps, the next one having been computed but not recorded."""
-    inner = SftTrainer.train_step
+    inner = TrainingLoop.optimize
 
-    def train_step(self, features):
-        row = inner(self, features)
+    def optimize(self, features, **loss_inputs):
+        row = inner(self, features, **loss_inputs)
         if self.step == step + 1:
             die()
         return row
 
-    SftTrainer.train_step = train_step
+    TrainingLoop.optimize = optimize
 
 
 def die() -> None:

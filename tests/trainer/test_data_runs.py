@@ -1,6 +1,7 @@
 """Runs on streamed rows, on a mixture, and on rows that code of the user's makes."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from runs import fingerprint, killed_after, rows, train_in_child
 
 from twinkle_research.config import compose, validate
-from twinkle_research.errors import ConfigError
+from twinkle_research.errors import EXIT_STOPPED, ConfigError
 
 STREAM = ["data=jsonl", "data.streaming=true", "data.shuffle=false", "trainer.epochs=null", "trainer.max_steps=9",
           "data.limit=null", "checkpoint.every=1"]  # fmt: skip
@@ -49,6 +50,29 @@ def test_a_stream_whose_file_has_changed_is_refused(path, tmp_path, capfd) -> No
     assert train_in_child(tmp_path / "run", *words, "trainer.max_steps=4") == 1
     assert "the data has changed since" in capfd.readouterr().err
     assert train_in_child(tmp_path / "run", *words, "trainer.max_steps=4", "data.on_change=restart") == 0
+
+
+def test_a_resumed_stream_with_nothing_left_goes_on_stops_or_fails(path, tmp_path, capfd, monkeypatch) -> None:
+    """Its rows come from code of the user's, which may say something else than in the run that is continued."""
+    (tmp_path / "my_stream_rows.py").write_text(
+        "import os, signal\ncalls = []\n"
+        "def pick(row):\n"
+        "    calls.append(row)\n"
+        "    if os.environ['PICK'] == 'stop' and len(calls) == 1:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    first = row['prompt'].split()[1] in ('0:', '1:')\n"
+        "    return row if os.environ['PICK'] == 'all' or first and os.environ['PICK'] != 'none' else None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [*STREAM, f"data.path={path}", "data.processor=my_stream_rows.pick"]
+
+    def run(pick: str, steps: int) -> int:
+        return train_in_child(tmp_path / "run", *words, f"trainer.max_steps={steps}", before=lambda: os.environ.update(PICK=pick))
+
+    assert run("all", 2) == 0
+    assert run("stop", 4) == EXIT_STOPPED and rows(tmp_path / "run")[-1]["step"] == 2
+    assert run("none", 4) == 1 and "no row can be trained on" in capfd.readouterr().err
+    assert run("first", 4) == 0 and "nothing that can be trained on is left after row 8" in capfd.readouterr().err
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 def test_a_mixture_resumes_exactly(tmp_path) -> None:

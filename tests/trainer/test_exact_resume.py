@@ -9,7 +9,7 @@ import pytest
 from children import wait
 from runs import die, fingerprint, killed_after, rows, train_in_child, train_in_fork
 
-from twinkle_research.trainer.sft import SftTrainer
+from twinkle_research.trainer.loop import TrainingLoop
 
 # Two epochs with a short last batch, shuffled, dropout on, evaluations in between.
 RUN = ["trainer.epochs=2", "adapter.dropout=0.2", "checkpoint.every=1", "data.eval_rows=3", "trainer.eval_every=4",
@@ -39,14 +39,14 @@ def test_stopped_by_a_signal(undisturbed, tmp_path, step):
     rare = [*RUN, "checkpoint.every=1000"]
 
     def signalled():
-        inner = SftTrainer.train_step
+        inner = TrainingLoop.optimize
 
-        def train_step(self, features):
+        def optimize(self, features, **loss_inputs):
             if self.step == step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return inner(self, features)
+            return inner(self, features, **loss_inputs)
 
-        SftTrainer.train_step = train_step
+        TrainingLoop.optimize = optimize
 
     assert train_in_child(tmp_path, *rare, before=signalled) == 75
     stopped_at = rows(tmp_path)[-1]["step"]
@@ -56,6 +56,7 @@ def test_stopped_by_a_signal(undisturbed, tmp_path, step):
     assert fingerprint(tmp_path) == undisturbed
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_thirty_kills_at_random_moments(undisturbed, tmp_path):
     draw = random.Random(20)
@@ -108,7 +109,7 @@ class WritePoints:
 
 def save_with(points, step):
     """In a child: ``points`` watch the save after ``step``."""
-    inner = SftTrainer.save
+    inner = TrainingLoop.save
 
     def save(self):
         if self.step != step:
@@ -117,7 +118,7 @@ def save_with(points, step):
             inner(self)
         os._exit(min(points.seen, 255))
 
-    SftTrainer.save = save
+    TrainingLoop.save = save
 
 
 def kill_inside_save(tmp_path, points_to_try):

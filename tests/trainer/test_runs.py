@@ -11,7 +11,7 @@ import sys
 import pytest
 from runs import die, fingerprint, rows, train_in_child
 
-from twinkle_research.trainer.sft import SftTrainer
+from twinkle_research.trainer.loop import TrainingLoop
 
 BASE = ["trainer.max_steps=3", "checkpoint.every=null"]
 
@@ -221,8 +221,8 @@ def test_remarks_on_how_a_run_continues(tmp_path, capfd):
 
 
 def killed_in_step_two():
-    inner = SftTrainer.train_step
-    SftTrainer.train_step = lambda self, features: die() if self.step == 1 else inner(self, features)
+    inner = TrainingLoop.optimize
+    TrainingLoop.optimize = lambda self, features: die() if self.step == 1 else inner(self, features)
 
 
 def test_a_dry_run_shows_the_preview(root, own_rows):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from runs import TINY, fingerprint, rows, train_in_child
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 # Full fine-tuning, two epochs of six batches, the last one of three rows; evaluations and answers on the way.
 FULL = ["adapter=none", "trainer.epochs=2", "checkpoint.every=1", "checkpoint.keep=20", "data.limit=18", "data.eval_rows=3",

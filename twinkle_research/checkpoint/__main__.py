@@ -46,6 +46,8 @@ def inspect(path: Path, console: Console) -> None:
     """Prints the checkpoints of a run, then the newest (or the given) one in detail."""
     root = path / FOLDER if (path / FOLDER).is_dir() else path
     if not (path / MANIFEST).exists() and root.is_dir():
+        if not any(p.is_dir() for p in root.iterdir()):
+            raise CheckpointError(f"{root}: there is no checkpoint")
         _print_list(root, console)
         path = newest_checkpoint(path, "size") or path
     reader = CheckpointReader(path)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,11 +54,14 @@ class CheckpointManager:
         """newest_checkpoint of this run. Not collective: the main rank asks and tells the others."""
         return newest_checkpoint(self.root, verify) if self.root.is_dir() else None
 
-    def save(self, step: int, model: TwinkleModel, trainer_state: dict[str, Any], metric: float | None = None) -> Path:
+    def save(
+        self, step: int, model: TwinkleModel, trainer_state: dict[str, Any], metric: float | None = None,
+        files: Mapping[str, Any] | None = None,
+    ) -> Path:  # fmt: skip
         """Writes ``step-NNNNNN``, then ``latest``, then deletes what retention does not keep. Collective.
 
         ``trainer_state.json`` gets ``trainer_state`` and, under ``model``, what ``model.save_state`` returns.
-        ``metric`` is the eval/loss of this step. With ``cfg.background`` this returns once a copy of the tensors is
+        ``metric``, to be small, says how good this step is; ``files`` are further JSON files by name. With ``cfg.background`` this returns once a copy of the tensors is
         made; an error of the writing thread is raised by the next ``save`` or ``wait``.
         """
         self.wait()
@@ -79,6 +82,8 @@ class CheckpointManager:
             try:
                 model_state = model.save_state(writer)
                 writer.add_json(TRAINER_STATE, {**trainer_state, "model": model_state})
+                for name, value in (files or {}).items():
+                    writer.add_json(name, value)
             except BaseException:
                 writer.abort()
                 raise

@@ -14,8 +14,14 @@ from packaging.version import Version
 
 from twinkle_research.config.datachecks import data_problems
 from twinkle_research.config.keys import all_keys
+from twinkle_research.config.losschecks import loss_problems
+from twinkle_research.config.preferencechecks import preference_problems
 from twinkle_research.config.resume import problems_of_run_folder
+from twinkle_research.config.rewardchecks import part_numbers, reward_problems, task_problems
+from twinkle_research.config.rlchecks import rl_problems
+from twinkle_research.config.samplerchecks import sampler_problems
 from twinkle_research.config.storage import to_object
+from twinkle_research.dataset.config import eval_path_of
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Attention, Device, LoraAdapterConfig, ModelConfig, Sharding, TransformersBackendConfig
 from twinkle_research.model.facts import ALL_LINEAR
@@ -41,8 +47,9 @@ def validate(cfg: DictConfig | TrainConfig, files: bool = True) -> TrainConfig:
     problems = [*stage_1(config)]
     if files and not problems:
         from twinkle_research.config.inputs import stage_2
+        from twinkle_research.config.startchecks import problems_of_start
 
-        problems = [*stage_2(config), *problems_of_run_folder(config)]
+        problems = [*stage_2(config), *problems_of_run_folder(config), *problems_of_start(config)]
     if problems:
         raise ConfigError("\n".join(problems))
     return config
@@ -57,6 +64,12 @@ def stage_1(config: TrainConfig) -> Iterator[str]:
     yield from _scheduler(config)
     yield from _trainer(config)
     yield from data_problems(config)
+    yield from rl_problems(config)
+    yield from sampler_problems(config)
+    yield from loss_problems(config)
+    yield from preference_problems(config)
+    yield from task_problems(config)
+    yield from reward_problems(config)
     yield from _evaluation(config)
     yield from _tracking(config.tracking)
     yield from _launch(config)
@@ -100,6 +113,21 @@ RANGES = {
     "scheduler.decay_steps": Range(1),
     "loss.label_smoothing": BELOW_ONE,
     "loss.z_loss": Range(0),
+    "loss.epsilon": Range(0),
+    "loss.epsilon_high": Range(0),
+    "loss.dual_clip": Range(1),
+    "loss.beta": Range(0),
+    "loss.entropy_coef": Range(0),
+    "loss.correction.off_policy_threshold": Range(0),
+    "loss.max_completion_length": Range(1),
+    "loss.value_coef": Range(0),
+    "loss.value_epsilon": Range(0),
+    "advantage.kl_coef": Range(0),
+    "advantage.gamma": Range(0, 1),
+    "advantage.gae_lambda": Range(0, 1),
+    "loss.sft_weight": Range(0),
+    "loss.bc_coef": Range(0),
+    "loss.gamma": Range(0),
     "trainer.max_steps": Range(1),
     "trainer.epochs": Range(1),
     "trainer.batch_size": Range(1),
@@ -107,11 +135,41 @@ RANGES = {
     "trainer.micro_batch_tokens": Range(1),
     "trainer.eval_every": Range(1),
     "trainer.sample_max_tokens": Range(1),
+    "trainer.inner_epochs": Range(1),
+    "trainer.reference_every": Range(1),
+    "trainer.eval_samples": Range(0),
+    "trainer.log_completions": Range(0),
+    "rollout.prompts_per_step": Range(1),
+    "rollout.num_generations": Range(1),
+    "rollout.max_oversampling": Range(1),
+    "sampler.temperature": Range(0),
+    "sampler.top_p": Range(0, 1),
+    "sampler.top_k": Range(1),
+    "sampler.max_tokens": Range(1),
+    "sampler.max_rows": Range(1),
+    "sampler.max_model_len": Range(2),
+    "sampler.max_num_seqs": Range(1),
+    "sampler.tensor_parallel": Range(1),
+    "sampler.gpu_memory_utilization": Range(0, 1),
     "data.limit": Range(1),
     "data.eval_rows": Range(0),
     "data.max_length": Range(2),
     "data.num_proc": Range(1),
     "data.preview": Range(0),
+    "data.rows": Range(1),
+    "data.seed": Range(0, MAX_SEED),
+    "data.held_out": BELOW_ONE,
+    "data.operands": Range(2, 8),
+    "data.min_operand": Range(0),
+    "data.max_operand": Range(1),
+    "data.numbers": Range(2, 8),
+    "data.max_number": Range(1),
+    "data.max_target": Range(1),
+    "reward.tolerance": Range(0),
+    "reward.format_score": Range(0, 1),
+    "reward.workers": Range(1),
+    "reward.max_tokens": Range(1),
+    "reward.cache": Range(1),
     "checkpoint.every": Range(1),
     "checkpoint.keep": Range(1),
     "tracking.log_every": Range(1),
@@ -120,18 +178,37 @@ RANGES = {
     "launch.threads": Range(1),
 }
 # Zero would switch off what the setting is for.
-POSITIVE = ("adapter.alpha", "trainer.max_grad_norm", "launch.timeout_minutes")
+POSITIVE = (
+    "adapter.alpha",
+    "loss.log_ratio_clamp",
+    "loss.correction.low",
+    "loss.correction.high",
+    "loss.tau_pos",
+    "loss.tau_neg",
+    "advantage.eps",
+    "loss.lambda_orpo",
+    "reward.timeout",
+    "trainer.max_grad_norm",
+    "launch.timeout_minutes",
+)
 
 
 def _numbers(config: TrainConfig) -> Iterator[str]:
     for key in all_keys():
         for value in _numbers_at(config, key):
-            if not math.isfinite(value):
-                yield f"'{key}' must be a finite number, got {value}"
-            elif key in RANGES and value not in RANGES[key]:
-                yield f"'{key}' must be {RANGES[key]}, got {value}"
-            elif key in POSITIVE and value <= 0:
-                yield f"'{key}' must be > 0, got {value}" + ("; for no clipping write null" if key.endswith("grad_norm") else "")
+            yield from _number(key, value, key)
+    for place, key, value in part_numbers(config.reward):
+        yield from _number(key, value, place)
+
+
+def _number(key: str, value: float, place: str) -> Iterator[str]:
+    """``place``: where the value of ``key`` stands."""
+    if not math.isfinite(value):
+        yield f"'{place}' must be a finite number, got {value}"
+    elif key in RANGES and value not in RANGES[key]:
+        yield f"'{place}' must be {RANGES[key]}, got {value}"
+    elif key in POSITIVE and value <= 0:
+        yield f"'{place}' must be > 0, got {value}" + ("; for no clipping write null" if key.endswith("grad_norm") else "")
 
 
 def _numbers_at(config: TrainConfig, key: str) -> list[float]:
@@ -192,7 +269,7 @@ def _optimizer(optimizer: AdamConfig | SgdConfig | MuonConfig) -> Iterator[str]:
         betas = getattr(optimizer, key, None)
         if betas is not None and len(betas) != 2:
             yield f"'optimizer.{key}' must be two numbers, got {len(betas)}"
-    if optimizer.name == "sgd" and optimizer.nesterov and optimizer.momentum == 0:
+    if not isinstance(optimizer, AdamConfig) and optimizer.nesterov and optimizer.momentum == 0:
         yield "optimizer.nesterov=true needs optimizer.momentum > 0"
 
 
@@ -223,13 +300,13 @@ def _trainer(config: TrainConfig) -> Iterator[str]:
 
 def _evaluation(config: TrainConfig) -> Iterator[str]:
     data, trainer = config.data, config.trainer
-    held_out = [key for key in ("eval_path", "eval_rows") if getattr(data, key)]
+    held_out = data.eval_rows or eval_path_of(data)
     if trainer.eval_every is not None and not held_out and not data.sample_prompts:
         yield "'trainer.eval_every' has no effect without data.eval_path, data.eval_rows or data.sample_prompts"
     if config.eval_only and not held_out and not data.sample_prompts:
         yield "eval_only=true has nothing to do: give data.eval_path, data.eval_rows or data.sample_prompts"
-    default = SftTrainerConfig().sample_max_tokens
-    if not data.sample_prompts and trainer.sample_max_tokens != default:
+    supervised = isinstance(trainer, SftTrainerConfig)
+    if supervised and not data.sample_prompts and trainer.sample_max_tokens != SftTrainerConfig().sample_max_tokens:
         yield "'trainer.sample_max_tokens' has no effect without data.sample_prompts"
 
 

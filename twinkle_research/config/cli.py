@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +21,12 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from twinkle_research import __version__
 from twinkle_research.config.checks import validate
 from twinkle_research.config.composing import compose_with_hydra, strict_loader, without_hydra
-from twinkle_research.config.keys import all_keys, hint
+from twinkle_research.config.keys import all_keys, annotation_of, hint
 from twinkle_research.config.schema import GROUPS, config_dir, register
 from twinkle_research.distributed.env import WorldInfo, detect
 from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError, nearest
@@ -74,7 +75,11 @@ def _main(argv: list[str]) -> int:
     if _is_plain(args):
         cfg = compose_with_hydra(args.overrides)
         if cfg.hydra.mode != RunMode.MULTIRUN:
-            return start_run(without_hydra(cfg), world)
+            experiment = cfg.hydra.runtime.choices.get("experiment")
+            try:
+                return start_run(without_hydra(cfg), world)
+            except ConfigError as error:
+                raise ConfigError(f"{error}{_from_experiment(str(error), experiment, args.overrides)}") from error
     return _through_hydra(argv, args, world)
 
 
@@ -93,9 +98,12 @@ def _arguments(argv: list[str]) -> tuple[list[str], Namespace]:
         flag = next((word for word in argv if word.startswith("-") and word.partition("=")[0] not in flags), None)
         if flag is None:
             raise ConfigError(message)
-        bare = flag.lstrip("-").partition("=")[0]
-        if bare in GROUPS or bare in all_keys():
-            raise ConfigError(f"unknown flag '{flag}': settings and groups have no dashes; write {bare}=...")
+        bare = flag.lstrip("-").partition("=")[0].replace("-", "_")
+        meant = [key for key in (*GROUPS, *all_keys()) if bare in (key, key.rpartition(".")[2]) and not key.endswith(".name")]
+        if bare in meant or len(meant) == 1:
+            key = bare if bare in meant else meant[0]
+            value = "true" if annotation_of(key) is bool else "..."
+            raise ConfigError(f"unknown flag '{flag}': settings and groups have no dashes; write {key}={value}")
         close = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
         raise ConfigError(
             f"unknown flag '{flag}'; " + (f"did you mean '{close[0]}'?" if close else f"as a setting, {hint(bare)}")
@@ -162,6 +170,17 @@ def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) 
     return start(config, plan, in_process=sweep_job is None)
 
 
+def _from_experiment(message: str, name: str | None, words: list[str]) -> str:
+    """A line for each setting in ``message`` that the file of the experiment ``name`` gives: nobody has written it."""
+    path = config_dir() / "experiment" / f"{name}.yaml"
+    if not path.is_file():
+        return ""
+    stored = OmegaConf.load(path)
+    said = {word.lstrip("+").partition("=")[0] for word in words}
+    given = [key for key in all_keys() if key in message and key not in said and OmegaConf.select(stored, key) is not None]
+    return "".join(f"\n{key}={OmegaConf.select(stored, key)} comes from experiment={name}; give another one" for key in given)
+
+
 def _finish_dry_run(config: TrainConfig) -> None:
     if config.data.preview:
         from twinkle_research.trainer.preview import preview_only
@@ -194,6 +213,11 @@ def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
         raise ConfigError("run_dir is one folder, and a sweep makes one a job: give hydra.sweep.dir=<folder> instead")
     register()
     failures: list[str] = []
+    parents: set[Path] = set()  # of the folder of the sweep, whose own name has the time in it
+
+    def check(cfg: DictConfig) -> None:
+        parents.add(Path(cfg.hydra.sweep.dir).parent)
+        validate(without_hydra(cfg))
 
     def job(cfg: DictConfig) -> float | None:
         return _job(cfg, world, failures)
@@ -201,7 +225,8 @@ def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
     app = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")(job)
     with (
         _hydra_surroundings(argv, sweeps=args.multirun or _is_plain(args)),
-        strict_loader(each_job=validate if args.multirun else None),
+        strict_loader(each_job=check if args.multirun else None),
+        _no_trace_of_refused(parents),
         _completion(args),
     ):
         try:
@@ -214,6 +239,23 @@ def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
     if failures:
         raise UserError("\n".join([f"{len(failures)} of the sweep's jobs failed", *failures]))
     return 0
+
+
+@contextlib.contextmanager
+def _no_trace_of_refused(parents: set[Path]) -> Iterator[None]:
+    """Hydra writes multirun.yaml before the first job is looked at: where none was started it says nothing."""
+    started = time.time() - 1  # times of files are coarser
+    try:
+        yield
+    except ConfigError:
+        for parent in filter(Path.is_dir, parents):
+            for plan in parent.glob("*/multirun.yaml"):
+                if plan.stat().st_mtime >= started and len(list(plan.parent.iterdir())) == 1:
+                    plan.unlink()
+                    plan.parent.rmdir()
+            if parent.name == "sweeps" and not any(parent.iterdir()):
+                parent.rmdir()
+        raise
 
 
 def _job(cfg: DictConfig, world: WorldInfo, failures: list[str]) -> float | None:

@@ -24,7 +24,9 @@ from yaml import YAMLError
 from twinkle_research.config.explain import explain
 from twinkle_research.config.keys import annotation_of, element_of, expected, is_list, is_optional, is_text, unknown_key
 from twinkle_research.config.schema import BASE, GROUPS, config_dir, options, register
+from twinkle_research.dataset.config import GSM8K_ID, GSM8K_SUBSET
 from twinkle_research.errors import ConfigError
+from twinkle_research.reward.config import PartName
 from twinkle_research.trainer.config import TrainConfig
 
 BUILT_IN_ROWS = "builtin://"
@@ -86,7 +88,7 @@ def strict_loader(each_job: Callable[[DictConfig], object] | None = None) -> Ite
         with _hydra_resolver(cfg):
             check_tree(cfg, single_run=run_mode == RunMode.RUN)
         if each_job is not None and run_mode == RunMode.RUN:
-            each_job(without_hydra(copy.deepcopy(cfg)))
+            each_job(copy.deepcopy(cfg))
         return cfg
 
     def own_options(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> list[str]:
@@ -251,8 +253,25 @@ def _complete(cfg: DictConfig) -> None:
     trainer, data = cfg.trainer, cfg.data
     if "path" in data and data.path is not None and str(data.dataset_id).startswith(BUILT_IN_ROWS):
         data.dataset_id = None  # as model.path does, a path alone replaces the source of the chosen option
+    if "path" in data and data.path is not None and data.dataset_id == GSM8K_ID:
+        data.dataset_id = None  # as above
+        if data.subset == GSM8K_SUBSET:
+            data.subset = "default"
+    if "max_tokens" in cfg.sampler:
+        _length_of_completions(cfg.reward, cfg.sampler.max_tokens)
+    if "prompts_per_step" in cfg.rollout and cfg.rollout.prompts_per_step is None:
+        cfg.rollout.prompts_per_step = trainer.batch_size
     if "micro_batch_size" in trainer and trainer.micro_batch_size is None and trainer.micro_batch_tokens is None:
         if data.packing:
             trainer.micro_batch_tokens = DEFAULT_MICRO_BATCH * data.max_length
         else:
             trainer.micro_batch_size = DEFAULT_MICRO_BATCH
+
+
+def _length_of_completions(reward: DictConfig, max_tokens: int | None) -> None:
+    """A length penalty that is given none ends where completions do."""
+    if "max_tokens" in reward and reward.max_tokens is None:
+        reward.max_tokens = max_tokens
+    for part in reward.get("parts") or []:
+        if part.reward is PartName.length and part.options.get("max_tokens") is None:
+            OmegaConf.update(part.options, "max_tokens", max_tokens, force_add=True)

@@ -4,7 +4,15 @@ import math
 from collections.abc import Iterator
 
 from twinkle_research.config.composing import BUILT_IN_ROWS
-from twinkle_research.dataset.config import CommonDataConfig, DataConfig, MixDataConfig, MixSource, SourceConfig, sources_of
+from twinkle_research.dataset.config import (
+    CommonDataConfig,
+    DataConfig,
+    MixDataConfig,
+    MixSource,
+    SourceConfig,
+    eval_path_of,
+    sources_of,
+)
 from twinkle_research.trainer.config import TrainConfig
 
 
@@ -15,7 +23,7 @@ def data_problems(config: TrainConfig) -> Iterator[str]:
     yield from _common(data)
     if isinstance(data, MixDataConfig):
         yield from _mix(data)
-    elif data.streaming:
+    elif isinstance(data, DataConfig) and data.streaming:
         yield from _streaming(config, data)
 
 
@@ -36,12 +44,13 @@ def _source(key: str, source: SourceConfig, who: str) -> Iterator[str]:
 
 
 def _common(data: CommonDataConfig) -> Iterator[str]:
-    for name in ("eval_path", "cache_dir"):
-        if (value := getattr(data, name)) is not None and not value.strip():
+    eval_path = eval_path_of(data)
+    for name, value in (("eval_path", eval_path), ("cache_dir", data.cache_dir)):
+        if value is not None and not value.strip():
             yield f"'data.{name}' is empty; give a {'file or ' if name == 'eval_path' else ''}folder, or null"
-    if data.eval_path is not None and data.eval_rows:
+    if eval_path is not None and data.eval_rows:
         yield "give data.eval_path or data.eval_rows, not both"
-    if isinstance(data, DataConfig) and data.limit is not None and data.eval_rows >= data.limit:
+    if isinstance(data, SourceConfig) and data.limit is not None and data.eval_rows >= data.limit:
         yield f"data.eval_rows={data.eval_rows} leaves no row to train on: data.limit={data.limit}"
 
 

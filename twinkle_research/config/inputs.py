@@ -8,9 +8,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from twinkle_research import template
+from twinkle_research.config.rewardchecks import reward_files
+from twinkle_research.config.samplerchecks import sampler_against_model, sampler_installed
 from twinkle_research.config.schema import config_dir
 from twinkle_research.dataset import preprocessor
-from twinkle_research.dataset.config import CommonDataConfig, sources_of
+from twinkle_research.dataset.config import CommonDataConfig, DataConfig, eval_path_of, sources_of
 from twinkle_research.dataset.reader import data_files
 from twinkle_research.errors import ConfigError, DataError, nearest
 from twinkle_research.model.config import LoraAdapterConfig, ModelConfig
@@ -21,13 +23,17 @@ from twinkle_research.trainer.config import TrainConfig
 
 # Last name parts of the two modules that share one weight in a model with tied embeddings.
 _SHARED = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "lm_head", "embed_out", "output_layer")
+_QUICKLY_COUNTED = 50_000_000  # bytes
 TEMPLATES = [name for name in template.__all__ if name[0].isupper()]
 
 
 def stage_2(config: TrainConfig) -> Iterator[str]:
     yield from _paths(config)
+    yield from _held_out(config.data)
     yield from _classes(config.data)
+    yield from reward_files(config)
     yield from _wandb(config)
+    yield from sampler_installed(config)
     yield from _shipped_facts(config.model)
     try:
         facts = model_facts(config.model)
@@ -46,13 +52,27 @@ def _wandb(config: TrainConfig) -> Iterator[str]:
 
 
 def _paths(config: TrainConfig) -> Iterator[str]:
-    paths = {f"{key}.path": source.path for key, source in sources_of(config.data)} | {"data.eval_path": config.data.eval_path}
+    paths = {f"{key}.path": source.path for key, source in sources_of(config.data)}
+    paths["data.eval_path"] = eval_path_of(config.data)
     for key, value in paths.items():
         if value is not None:
             try:
                 data_files(Path(value).expanduser())
             except DataError as error:
                 yield f"{key}: {error}"
+
+
+def _held_out(data: CommonDataConfig) -> Iterator[str]:
+    """Where counting the rows is cheap: JSON lines that are not changed by a processor."""
+    if not isinstance(data, DataConfig) or not data.eval_rows or data.path is None or data.processor is not None:
+        return
+    path = Path(data.path).expanduser()
+    if path.suffix.lower() not in (".jsonl", ".ndjson") or not path.is_file() or path.stat().st_size > _QUICKLY_COUNTED:
+        return
+    with path.open("rb") as file:
+        rows = sum(bool(line.strip()) for line in file)
+    if data.eval_rows >= rows:
+        yield f"data.eval_rows={data.eval_rows} leaves no row to train on: {path} has {rows} rows"
 
 
 def _classes(data: CommonDataConfig) -> Iterator[str]:
@@ -108,6 +128,7 @@ def _against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
                 near = facts.hint(name) if key == "target_modules" else nearest(name, sorted(map(_last, facts.modules)))
                 yield f"'adapter.{key}' names '{name}', which {model} does not have; {near}"
         yield from _low_rank_on_tied(config.adapter, facts)
+    yield from sampler_against_model(config, facts)
 
 
 def _low_rank_on_tied(adapter: LoraAdapterConfig, facts: Facts) -> Iterator[str]:

@@ -78,14 +78,16 @@ def _optimizer_bytes(config: TrainConfig, facts: Facts, trained: int) -> int:
         state = 4 * trained if optimizer.momentum else 0
     elif isinstance(optimizer, MuonConfig):
         others = 0 if lora else facts.embedding_parameters
-        state = 4 * (trained - others) + 8 * others
+        state = (4 * (trained - others) if optimizer.momentum else 0) + 8 * others
     return state + master * trained
 
 
 def _activation_bytes(config: TrainConfig, facts: Facts) -> int:
     trainer = config.trainer
-    rows = min(trainer.micro_batch_size or 1, trainer.batch_size)
-    tokens = max(trainer.micro_batch_tokens or rows * config.data.max_length, config.data.max_length)
+    rows = min(trainer.micro_batch_size or 1, trainer.batch_size * getattr(config.rollout, "num_generations", 1))
+    longest = config.data.max_length + getattr(config.sampler, "max_tokens", 0)  # a prompt and its answer
+    together = 2 if config.data.pairs else 1
+    tokens = max(trainer.micro_batch_tokens or rows * longest * together, longest * together)
     size = 2 if config.model.dtype is DType.bfloat16 else 4
     heads = (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim
     layer = 4 * facts.hidden_size + 2 * heads + facts.num_heads * facts.head_dim + 3 * facts.intermediate_size

@@ -10,12 +10,21 @@ from omegaconf import DictConfig
 
 from twinkle_research.config.memory import GIB, Memory, available_bytes, estimate, trainable_parameters
 from twinkle_research.config.storage import FILE_NAME, to_object
-from twinkle_research.dataset.config import CommonDataConfig, DataConfig, MixDataConfig, sources_of
+from twinkle_research.dataset.config import (
+    CommonDataConfig,
+    DataConfig,
+    GeneratedDataConfig,
+    MixDataConfig,
+    eval_path_of,
+    sources_of,
+)
 from twinkle_research.distributed.env import WorldInfo, detect
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Device, Sharding
 from twinkle_research.model.facts import Facts
 from twinkle_research.model.prepare import model_facts
+from twinkle_research.rollout.config import SingleTurnConfig
+from twinkle_research.sampler.choice import chosen_sampler
 from twinkle_research.tracking.config import WandbMode
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.trainer.config import TrainConfig
@@ -169,6 +178,8 @@ def _rows(plan: RunPlan, config: TrainConfig) -> list[tuple[str, str]]:
         ("batch", _batch_text(plan, config)),
         ("processes", f"{plan.layout} on {plan.device} ({config.backend.name} backend)"),
     ]
+    if isinstance(config.rollout, SingleTurnConfig):
+        rows.insert(-1, ("rollout", _rollout_text(plan, config)))
     if plan.memory is not None:
         rows.append(("memory", plan.memory.text()))
     every = "at the end" if config.checkpoint.every is None else f"every {config.checkpoint.every} steps and at the end"
@@ -199,6 +210,8 @@ def _adapter_text(plan: RunPlan, config: TrainConfig) -> str:
 
 
 def _data_text(data: CommonDataConfig) -> str:
+    if isinstance(data, GeneratedDataConfig):
+        return f"{data.name}: made here (data.seed={data.seed}); rows of at most {data.max_length} tokens"
     names = [source.path or source.dataset_id for _, source in sources_of(data)]
     if isinstance(data, MixDataConfig):
         total = sum(source.weight for source in data.sources)
@@ -216,7 +229,7 @@ def _length_text(config: TrainConfig) -> str:
     if trainer.epochs is not None or trainer.max_steps is None:
         epochs = trainer.epochs or 1
         limits.append(f"{epochs} epoch{'s' * (epochs > 1)}")
-    evaluated = config.data.sample_prompts or config.data.eval_path or config.data.eval_rows
+    evaluated = config.data.sample_prompts or eval_path_of(config.data) or config.data.eval_rows
     often = "" if trainer.eval_every is None else f", every {trainer.eval_every} steps"
     evaluation = f"; evaluated before{often} and after" if evaluated else ""
     return " or ".join(limits) + (", whichever ends first" if len(limits) > 1 else "") + evaluation
@@ -224,15 +237,32 @@ def _length_text(config: TrainConfig) -> str:
 
 def _batch_text(plan: RunPlan, config: TrainConfig) -> str:
     trainer = config.trainer
-    share = -(-trainer.batch_size // plan.world_size)
-    text = f"{trainer.batch_size} rows a step"
+    rows, text = trainer.batch_size, f"{trainer.batch_size} {'pairs' if config.data.pairs else 'rows'} a step"
+    if isinstance(config.rollout, SingleTurnConfig):
+        rows *= config.rollout.num_generations
+        text = f"{trainer.batch_size} prompts x {config.rollout.num_generations} completions a step"
+    share = -(-rows // plan.world_size)
     if plan.world_size > 1:
-        text += f" = {plan.world_size} processes x {share if trainer.batch_size % plan.world_size == 0 else f'at most {share}'}"
+        text += f" = {plan.world_size} processes x {share if rows % plan.world_size == 0 else f'at most {share}'}"
     if trainer.micro_batch_tokens is not None:
         how = "packed into rows" if config.data.packing else "in micro-batches"
-        return f"{text}, {how} of at most {trainer.micro_batch_tokens} tokens"
+        return f"{text}, {how} of at most {trainer.micro_batch_tokens} tokens (a longer row is one of its own)"
     size = min(trainer.micro_batch_size or 1, share)
     return f"{text}, in {-(-share // size)} micro-batch{'es' * (share > size)} of {size}"
+
+
+def _rollout_text(plan: RunPlan, config: TrainConfig) -> str:
+    trainer, rollout, sampler = config.trainer, config.rollout, config.sampler
+    choice = chosen_sampler(sampler, model_facts(config.model), plan.device == "cpu")
+    steps = trainer.inner_epochs * rollout.prompts_per_step // trainer.batch_size
+    drawn = f"temperature {sampler.temperature:g}"
+    drawn += f", top_p {sampler.top_p:g}" if sampler.top_p < 1 else ""
+    drawn += f", top_k {sampler.top_k}" if sampler.top_k else ""
+    used = "trained on once" if steps == 1 else f"for {steps} optimizer steps"
+    return (
+        f"{rollout.prompts_per_step} prompts by the {choice}, {drawn}, at most {sampler.max_tokens} tokens each, "
+        f"{used}; reward {config.reward.name}, advantage {config.advantage.name}"
+    )
 
 
 def _folder_text(config: TrainConfig) -> str:

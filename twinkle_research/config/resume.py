@@ -15,7 +15,9 @@ from twinkle_research.trainer.config import TrainConfig
 _FREE = (
     "run_dir", "resume", "dry_run", "eval_only", "backend", "launch", "tracking", "checkpoint", "model.attention",
     "trainer.micro_batch_size", "trainer.micro_batch_tokens", "data.packing", "data.num_proc", "data.preview", "data.on_change",
-    "data.cache", "data.cache_dir",
+    "data.cache", "data.cache_dir", "reward.workers",
+    "sampler.max_rows", "sampler.max_num_seqs", "sampler.tensor_parallel", "sampler.gpu_memory_utilization",
+    "sampler.kv_cache_gib", "sampler.enforce_eager", "sampler.sleep", "sampler.canary",
 )  # fmt: skip
 _UPWARD = ("trainer.max_steps", "trainer.epochs")
 
@@ -29,7 +31,7 @@ def diff(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
 
 def resumable_changes(changes: dict[str, tuple[Any, Any]]) -> set[str]:
     """Those of the changed keys that a run may be continued with."""
-    return {key for key, (old, new) in changes.items() if _is_free(key) or (key in _UPWARD and _is_upward(old, new))}
+    return {key for key, (old, new) in changes.items() if is_free(key) or (key in _UPWARD and _is_upward(old, new))}
 
 
 def check_resume(old: TrainConfig, new: TrainConfig) -> None:
@@ -39,7 +41,7 @@ def check_resume(old: TrainConfig, new: TrainConfig) -> None:
     other_option = {key.partition(".")[0] for key in refused if key.endswith(".name") and key.count(".") == 1}
     refused = [key for key in refused if key.partition(".")[0] not in other_option or key.endswith(".name")]
     if refused:
-        lines = [f"'{key}' was {_show(changes[key][0])}, is now {_show(changes[key][1])}{_advice(key)}" for key in refused]
+        lines = [f"'{key}' was {show(changes[key][0])}, is now {show(changes[key][1])}{_advice(key)}" for key in refused]
         where = f"run_dir={new.run_dir}" if new.run_dir else "the run folder"
         raise ConfigError(f"{where} holds a run with other settings; give the old ones, or a new run_dir\n" + "\n".join(lines))
 
@@ -67,7 +69,7 @@ def _other_weights(changes: dict[str, tuple[Any, Any]], folder: Path) -> Iterato
     """An evaluation may read other rows in another way, but of the weights that are there."""
     for key in ("model.name", "model.path", "adapter.name", "adapter.r", "adapter.target_modules", "adapter.modules_to_save"):
         if key in changes:
-            old, new = map(_show, changes[key])
+            old, new = map(show, changes[key])
             yield f"eval_only=true: the run in {folder} has '{key}' {old}, not {new}"
 
 
@@ -93,7 +95,7 @@ def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _is_free(key: str) -> bool:
+def is_free(key: str) -> bool:
     return any(key == free or key.startswith(free + ".") for free in _FREE)
 
 
@@ -102,7 +104,7 @@ def _is_upward(old: int | None, new: int | None) -> bool:
     return old is None or new is None or new > old
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     if isinstance(value, Enum):
         return value.name
     return "null" if value is None else str(value)

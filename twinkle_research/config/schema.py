@@ -13,10 +13,48 @@ from typing import get_origin
 
 from hydra.core.config_store import ConfigStore
 
+from twinkle_research.advantage.config import (
+    GAEAdvantageConfig,
+    GRPOAdvantageConfig,
+    OPOAdvantageConfig,
+    ReinforcePPAdvantageConfig,
+    RLOOAdvantageConfig,
+)
 from twinkle_research.checkpoint.config import CheckpointConfig
-from twinkle_research.dataset.config import DataConfig, MixDataConfig
-from twinkle_research.loss.config import CrossEntropyConfig
+from twinkle_research.dataset.config import (
+    CountdownDataConfig,
+    DataConfig,
+    Gsm8kDataConfig,
+    MathDataConfig,
+    MixDataConfig,
+    PreferenceDataConfig,
+    PromptsDataConfig,
+    ReasoningGymDataConfig,
+    SumsDataConfig,
+)
+from twinkle_research.loss.config import (
+    BNPOConfig,
+    CISPOConfig,
+    CPOConfig,
+    CrossEntropyConfig,
+    DAPOConfig,
+    DPOConfig,
+    DRGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    ImportanceSamplingConfig,
+    KTOPairConfig,
+    ORPOConfig,
+    PPOConfig,
+    ReinforceConfig,
+    RLOOConfig,
+    SAPOConfig,
+    SimPOConfig,
+)
 from twinkle_research.model.config import LoraAdapterConfig, ModelConfig, NoAdapterConfig, TransformersBackendConfig
+from twinkle_research.reward.config import REWARDS, CombinedRewardConfig
+from twinkle_research.rollout.config import SingleTurnConfig
+from twinkle_research.sampler.config import AutoSamplerConfig, TransformersSamplerConfig, VLLMSamplerConfig
 from twinkle_research.tracking.config import TrackingConfig
 from twinkle_research.trainer.config import (
     AdamConfig,
@@ -25,6 +63,7 @@ from twinkle_research.trainer.config import (
     LaunchConfig,
     MuonConfig,
     NoneConfig,
+    RlTrainerConfig,
     SftTrainerConfig,
     SgdConfig,
     TrainConfig,
@@ -53,13 +92,48 @@ SCHEMAS = (
     Schema("scheduler", "base_decay", DecayScheduleConfig),
     Schema("scheduler", "base_wsd", WsdScheduleConfig),
     Schema("loss", "base_cross_entropy", CrossEntropyConfig),
+    Schema("loss", "base_grpo", GRPOConfig),
+    Schema("loss", "base_dr_grpo", DRGRPOConfig),
+    Schema("loss", "base_dapo", DAPOConfig),
+    Schema("loss", "base_bnpo", BNPOConfig),
+    Schema("loss", "base_gspo", GSPOConfig),
+    Schema("loss", "base_cispo", CISPOConfig),
+    Schema("loss", "base_sapo", SAPOConfig),
+    Schema("loss", "base_ppo", PPOConfig),
+    Schema("loss", "base_importance_sampling", ImportanceSamplingConfig),
+    Schema("loss", "base_reinforce", ReinforceConfig),
+    Schema("loss", "base_rloo", RLOOConfig),
+    Schema("loss", "base_dpo", DPOConfig),
+    Schema("loss", "base_simpo", SimPOConfig),
+    Schema("loss", "base_orpo", ORPOConfig),
+    Schema("loss", "base_cpo", CPOConfig),
+    Schema("loss", "base_kto_pair", KTOPairConfig),
     Schema("advantage", "base_none", NoneConfig),
+    Schema("advantage", "base_grpo", GRPOAdvantageConfig),
+    Schema("advantage", "base_rloo", RLOOAdvantageConfig),
+    Schema("advantage", "base_opo", OPOAdvantageConfig),
+    Schema("advantage", "base_reinforce_pp", ReinforcePPAdvantageConfig),
+    Schema("advantage", "base_gae", GAEAdvantageConfig),
     Schema("trainer", "base_sft", SftTrainerConfig),
+    Schema("trainer", "base_rl", RlTrainerConfig),
     Schema("rollout", "base_none", NoneConfig),
+    Schema("rollout", "base_single", SingleTurnConfig),
     Schema("sampler", "base_none", NoneConfig),
+    Schema("sampler", "base_auto", AutoSamplerConfig),
+    Schema("sampler", "base_vllm", VLLMSamplerConfig),
+    Schema("sampler", "base_transformers", TransformersSamplerConfig),
     Schema("data", "base_data", DataConfig),
     Schema("data", "base_data_mix", MixDataConfig),
+    Schema("data", "base_data_preference", PreferenceDataConfig),
+    Schema("data", "base_sums", SumsDataConfig),
+    Schema("data", "base_countdown", CountdownDataConfig),
+    Schema("data", "base_reasoning_gym", ReasoningGymDataConfig),
+    Schema("data", "base_gsm8k", Gsm8kDataConfig),
+    Schema("data", "base_math", MathDataConfig),
+    Schema("data", "base_prompts", PromptsDataConfig),
     Schema("reward", "base_none", NoneConfig),
+    *(Schema("reward", f"base_{name}", node) for name, node in REWARDS.items()),
+    Schema("reward", "base_combined", CombinedRewardConfig),
     Schema("checkpoint", "base_checkpoint", CheckpointConfig),
     Schema("tracking", "base_tracking", TrackingConfig),
     Schema("launch", "base_launch", LaunchConfig),

@@ -12,6 +12,7 @@ import numpy as np
 
 from twinkle_research.data_format import InputFeature
 from twinkle_research.dataloader.balance import deal
+from twinkle_research.dataset.base import Dataset
 from twinkle_research.dataset.features import Features
 from twinkle_research.dataset.order import keyed_permutation
 from twinkle_research.errors import ConfigError, DataError
@@ -21,9 +22,9 @@ class DataLoader:
     """Iterating gives the REST of the current epoch, batch by batch; after its end, the next one.
 
     ``batch_size`` counts rows of a global batch, over all ranks; its row j is a feature with ``sample_index`` = j on one of
-    them. The rows of an encoded data set are dealt to ranks so that all have about as many tokens (``balance.deal``), those
-    of others in turns; no rank has two rows more than another, and it may have none. The last, shorter batch of an epoch is
-    kept unless ``drop_last``.
+    them, or, where the data set's rows are lists of features (Pairs), those with 2j and 2j + 1. The rows of an encoded data
+    set are dealt to ranks so that all have about as many tokens (``balance.deal``), those of others in turns; no rank has two
+    rows more than another, and it may have none. The last, shorter batch of an epoch is kept unless ``drop_last``.
     Epoch e has an order of its own, keyed by (seed, e); nothing else, neither the number of ranks nor of workers,
     influences it. The position is one number: rows consumed since the start of training, over all ranks and epochs.
 
@@ -43,6 +44,8 @@ class DataLoader:
         dp_size: int = 1,
         num_workers: int = 0,
     ):
+        if isinstance(dataset, Dataset) and dataset.template is not None and dataset.template.pairs:
+            raise ConfigError("the features of this data set come in pairs, which must stay together: give Pairs of it")
         if batch_size < 1:
             raise ConfigError(f"batch_size must be >= 1, got {batch_size}")
         if not 0 <= dp_rank < dp_size:
@@ -103,7 +106,7 @@ class DataLoader:
         if self.num_workers == 0:
             for numbers in batches:
                 self._consumed += len(numbers)
-                yield [self._fetch(j, number) for j, number in self._own(numbers)]
+                yield [feature for j, number in self._own(numbers) for feature in self._fetch(j, number)]
             return
         with ThreadPoolExecutor(self.num_workers) as pool:
             ahead: deque[tuple[int, list[Any]]] = deque()
@@ -116,7 +119,7 @@ class DataLoader:
 
     def _take(self, ahead: deque[tuple[int, list[Any]]]) -> list[InputFeature]:
         rows, futures = ahead.popleft()
-        features = [future.result() for future in futures]
+        features = [feature for future in futures for feature in future.result()]
         self._consumed += rows
         return features
 
@@ -139,5 +142,7 @@ class DataLoader:
             places = range(self.dp_rank, len(numbers), self.dp_size)
         return ((j, int(numbers[j])) for j in places)
 
-    def _fetch(self, sample_index: int, number: int) -> InputFeature:
-        return {**self.dataset[number], "sample_index": sample_index}
+    def _fetch(self, place: int, number: int) -> list[InputFeature]:
+        row = self.dataset[number]
+        features = row if isinstance(row, list) else [row]
+        return [{**feature, "sample_index": place * len(features) + k} for k, feature in enumerate(features)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,9 +12,14 @@ from twinkle_research.dataloader.balance import deal
 from twinkle_research.dataset.stream import START, IterableDataset, Position
 from twinkle_research.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class StreamLoader:
     """Iterating gives the REST of the current pass over the source, batch by batch; after its end, the next pass.
+
+    The rest is empty only where the rows are no longer those of the run that is continued: it may give no batch, but a
+    whole pass without one raises DataError.
 
     As DataLoader, but in the order of the source and without a length. Every rank reads and encodes all rows, and takes its
     share of each global batch. The position is the pass (epoch), a row of the source and a feature of it, so that a run
@@ -70,6 +76,12 @@ class StreamLoader:
         """Global batches of the rest of the pass. One more feature is looked at, to tell the last batch."""
         features = self.dataset.features(self._position)
         first = next(features, None)
+        if first is None:
+            logger.warning(
+                "%s: nothing that can be trained on is left after row %d of pass %d, so its next pass begins; is what makes "
+                "the rows still what it was?", self.dataset.meta.name, self._position.row + 1, self.epoch + 1,
+            )  # fmt: skip
+            self.epoch, self._position = self.epoch + 1, START
         while first is not None:
             batch = [first, *islice(features, size - 1)]
             first = next(features, None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from twinkle_research.errors import nearest
+from twinkle_research.errors import ConfigError, nearest
 from twinkle_research.metric.base import CallRecord, LossMetric, Metric, StepRecord, TrainMetric, add_sums, largest
+from twinkle_research.symbols import construct
 
 METRICS = {"LossMetric": LossMetric, "TrainMetric": TrainMetric}
 
@@ -19,10 +20,11 @@ class Meter:
         """An instance, a class or the name of a class of METRICS. One of a kind: a second replaces the first."""
         if isinstance(metric, str):
             if metric not in METRICS:
-                raise ValueError(f"unknown metric {metric!r}; {nearest(metric, METRICS)}")
+                raise ConfigError(f"unknown metric {metric!r}; {nearest(metric, METRICS)}")
             metric = METRICS[metric]
+        metric = construct(metric, "add_metric", **options)
         if not isinstance(metric, Metric):
-            metric = metric(**options)
+            raise ConfigError(f"a metric is a Metric, its class or its name, got {metric!r}")
         self._metrics = [m for m in self._metrics if type(m) is not type(metric)] + [metric]
 
     def accumulate(self, call: CallRecord) -> None:

@@ -6,6 +6,7 @@ hand-written loops may also call the parts one by one.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -68,7 +69,20 @@ class NonFiniteLoss(UserError):
 
 
 class TwinkleModel(ABC):
-    """Interface of all backends. ``adapter_name=None`` means the only adapter; ambiguous is an error."""
+    """Interface of all backends. ``adapter_name=None`` means the only adapter; ambiguous is an error.
+
+    ``inputs`` are features: dicts with ``input_ids`` and ``labels``, of equal length. Labels are shifted already: labels[t] is
+    the token that is to come after input_ids[t], -100 where nothing is trained. (Hugging Face's labels are not: take
+    labels[1:] + [-100].) Rows need no padding.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Methods without a docstring take that of the interface, so that help() says something."""
+        super().__init_subclass__(**options)
+        for name, method in inspect.getmembers(TwinkleModel, inspect.isfunction):
+            own = getattr(cls, name)
+            if own.__doc__ is None:
+                own.__doc__ = method.__doc__
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
@@ -77,22 +91,28 @@ class TwinkleModel(ABC):
         """``config_or_dir``: a peft LoraConfig, or a PEFT folder to start from."""
 
     @abstractmethod
-    def set_template(self, template_cls: Any, **kwargs: Any) -> None: ...
+    def set_template(self, template_cls: Any, **kwargs: Any) -> None:
+        """A Template, its class or its name."""
 
     @abstractmethod
-    def set_processor(self, processor_cls: Any, **kwargs: Any) -> None: ...
+    def set_processor(self, processor_cls: Any, **kwargs: Any) -> None:
+        """An InputProcessor, its class or its name."""
 
     @abstractmethod
-    def set_loss(self, loss_cls: Any, **kwargs: Any) -> None: ...
+    def set_loss(self, loss_cls: Any, **kwargs: Any) -> None:
+        """A Loss, its class or its name."""
 
     @abstractmethod
-    def set_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> None: ...
+    def set_optimizer(self, optimizer_cls: Any, **kwargs: Any) -> None:
+        """An optimizer's name, class or config."""
 
     @abstractmethod
-    def set_lr_scheduler(self, scheduler_cls: Any, **kwargs: Any) -> None: ...
+    def set_lr_scheduler(self, scheduler_cls: Any, **kwargs: Any) -> None:
+        """A schedule's name, config or function of the step."""
 
     @abstractmethod
-    def add_metric(self, metric_cls: Any, is_training: bool | None = None, **kwargs: Any) -> None: ...
+    def add_metric(self, metric_cls: Any, is_training: bool | None = None, **kwargs: Any) -> None:
+        """``is_training=None``: for training and for evaluation."""
 
     # --- compute ------------------------------------------------------------------------------------------------
 
@@ -123,8 +143,10 @@ class TwinkleModel(ABC):
     def forward_backward(
         self, inputs: Sequence[InputFeature], normalizer: float | None = None, adapter_name: str | None = None, **loss_inputs: Any
     ) -> Result:
-        """Adds the gradient of this rank's ``inputs``, cut into micro-batches by the processor.
+        """Adds the gradient of this rank's ``inputs``, cut into micro-batches by the processor. A feature's labels are shifted
+        already: ``{"input_ids": [5, 6, 7], "labels": [-100, 7, -100]}`` trains 7 after 5, 6.
 
+        ``loss_inputs``: what the loss reads beside the scores (``Loss.reads``), such as ``advantages``, one entry a row.
         With ``normalizer`` (the whole step's count) the loss is divided by it at once; with None sums and counts
         accumulate and are divided at the optimizer step. ``.result`` has ``loss`` (of these inputs), ``num_tokens``
         and ``logps`` (per row, aligned with labels; 0.0 where not trained).
@@ -155,7 +177,8 @@ class TwinkleModel(ABC):
         """Metrics since the last call: ``loss``, ``grad_norm``, ``lr``, ``tokens`` and the loss's own. Collective."""
 
     @abstractmethod
-    def get_train_configs(self, adapter_name: str | None = None) -> TrainConfigs: ...
+    def get_train_configs(self, adapter_name: str | None = None) -> TrainConfigs:
+        """What the adapter is trained with."""
 
     # --- critic and reference -----------------------------------------------------------------------------------
 
@@ -214,6 +237,11 @@ class TwinkleModel(ABC):
     def named_weights(self, adapter_name: str | None = None) -> Iterable[tuple[str, Any]]:
         """Streams (Hugging Face name, full tensor) of the effective weights, adapter merged. Collective."""
 
+    def disk_weights(self, adapter_name: str | None = None) -> Iterable[tuple[str, Any]]:
+        """The same under the names, and in the shapes, of a Hugging Face folder, which is what loaders of other systems
+        expect. Here for backends whose names are those already."""
+        return self.named_weights(adapter_name)
+
     @abstractmethod
     def save(
         self,
@@ -222,12 +250,12 @@ class TwinkleModel(ABC):
         save_optimizer: bool = False,
         consumed_train_samples: int = 0,
         adapter_name: str | None = None,
-    ) -> SaveResponse: ...
+    ) -> SaveResponse:
+        """Writes the checkpoint ``output_dir/name``. Collective."""
 
     @abstractmethod
-    def load(
-        self, name: str, output_dir: str = "output", load_optimizer: bool = False, adapter_name: str | None = None
-    ) -> None: ...
+    def load(self, name: str, output_dir: str = "output", load_optimizer: bool = False, adapter_name: str | None = None) -> None:
+        """Loads what ``save(name, output_dir)`` wrote. Collective."""
 
     @abstractmethod
     def resume_from_checkpoint(
@@ -238,4 +266,5 @@ class TwinkleModel(ABC):
     @abstractmethod
     def upload_to_hub(
         self, checkpoint_dir: Any, hub_model_id: str, hub_token: str | None = None, async_upload: bool = True
-    ) -> None: ...
+    ) -> None:
+        """Uploads the adapter or model of a checkpoint."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from twinkle_research.errors import CheckpointError, ConfigError, nearest
 from twinkle_research.model.gradients import is_low_precision
 from twinkle_research.model.layout import WHOLE, Layout
+from twinkle_research.model.muon import Muon
 
 # torch's name of a state tensor -> its name in a checkpoint
 SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum_buffer": "momentum"}
@@ -47,8 +48,12 @@ def optimizer_spec(optimizer: Any, **options: Any) -> OptimizerSpec:
 
     Raises ConfigError for an unknown name, option or an impossible value.
     """
+    if options and is_dataclass(optimizer):
+        raise ConfigError(f"options {', '.join(options)} would have no effect on an optimizer config that is ready")
     if isinstance(optimizer, OptimizerSpec):
         return optimizer
+    if not isinstance(optimizer, str | type) and not is_dataclass(optimizer):
+        raise ConfigError(f"an optimizer is a name or a class of torch.optim, got an object of type {type(optimizer).__name__}")
     if is_dataclass(optimizer):
         options = {key: value for key, value in asdict(optimizer).items() if key != "name"}
         optimizer = optimizer.name
@@ -114,16 +119,25 @@ class Optimizer:
             classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
             keyword = {key: value for key, value in o.items() if key not in ("lr", "weight_decay")}
             return [classes[self.spec.kind](_decay_groups(masters.values(), o["lr"], o["weight_decay"]), fused=True, **keyword)]
-        matrices = [p for name, p in masters.items() if name in hidden_matrices]
+        matrices = [name for name in masters if name in hidden_matrices]
         others = [p for name, p in masters.items() if name not in hidden_matrices]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             keyword = {key: o[key] for key in ("momentum", "nesterov", "ns_steps")}
-            parts.append(torch.optim.Muon(_decay_groups(matrices, o["lr"], o["weight_decay"]), **keyword))
+            parts.append(Muon(self._matrix_groups(matrices), **keyword))
         if others:
             groups = _decay_groups(others, o["adamw_lr"], o["weight_decay"])
             parts.append(torch.optim.AdamW(groups, betas=o["adamw_betas"], eps=o["adamw_eps"], fused=True))
         return parts
+
+    def _matrix_groups(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """Groups of Muon: a matrix is orthogonalised in the precision that the model computes in, which its gradient has."""
+        found: dict[torch.dtype, list[nn.Parameter]] = {}
+        for name in names:
+            low = is_low_precision(self.parameters[name])
+            found.setdefault(torch.bfloat16 if low else self.parameters[name].dtype, []).append(self.masters[name])
+        lr, decay = self.spec.lr, self.spec.options["weight_decay"]
+        return [group | {"dtype": dtype} for dtype, ps in found.items() for group in _decay_groups(ps, lr, decay)]
 
     def step(self, gradients: Mapping[str, Tensor], multiplier: float = 1.0) -> None:
         """One update at ``multiplier`` times the peak learning rate."""
@@ -190,8 +204,8 @@ class Optimizer:
             if set(slots[name]) != set(expected):
                 raise CheckpointError(
                     f"the optimizer state of {name} has {sorted(slots[name]) or 'nothing'}, but {self.spec.kind} needs "
-                    f"{sorted(expected)}: it was written by another optimizer. Start from its weights only, or use the "
-                    "optimizer that wrote it."
+                    f"{sorted(expected)}: it was written by another optimizer, or by one with other settings. Use that one, or "
+                    "load the weights alone"
                 )
         for part in self._parts:
             part.state.clear()

@@ -67,11 +67,19 @@ def constant_lr(factor: float = 1 / 3, total_iters: int = 5) -> Multiplier:
 
 def linear_lr(start_factor: float = 1 / 3, end_factor: float = 1.0, total_iters: int = 5) -> Multiplier:
     """torch's LinearLR: from ``start_factor`` to ``end_factor`` over ``total_iters`` updates."""
+    if total_iters < 1:
+        raise ConfigError(f"schedule LinearLR: total_iters must be >= 1, got {total_iters}")
     return lambda n: start_factor + (end_factor - start_factor) * min(n, total_iters) / total_iters
 
 
 def cosine_annealing_lr(T_max: int, eta_min: float = 0.0, base_lr: float = 1.0) -> Multiplier:
-    """torch's CosineAnnealingLR. ``eta_min`` is a learning rate, not a ratio."""
+    """torch's CosineAnnealingLR. ``eta_min`` is a learning rate, not a ratio: a share of ``base_lr``, the optimizer's."""
+    if T_max < 1:
+        raise ConfigError(f"schedule CosineAnnealingLR: T_max must be >= 1, got {T_max}")
+    if not base_lr:
+        if eta_min:
+            raise ConfigError(f"schedule CosineAnnealingLR cannot end at eta_min={eta_min}: the optimizer's lr is 0")
+        return lambda n: 1.0
     floor = eta_min / base_lr
     return lambda n: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * n / T_max))
 
@@ -105,8 +113,13 @@ def build_schedule(schedule: Any, *, total_steps: int | None = None, base_lr: fl
     ``total_steps``: the run's last step, used where the schedule needs an end and its own ``total_steps`` is null.
     Raises ConfigError for an unknown name or option, a missing end or impossible lengths.
     """
+    ready = isinstance(schedule, Schedule) or is_dataclass(schedule)
+    if options and (ready or (callable(schedule) and not isinstance(schedule, type))):
+        raise ConfigError(f"options {', '.join(options)} would have no effect on a schedule that is ready")
     if isinstance(schedule, Schedule):
         return schedule
+    if not isinstance(schedule, str) and not callable(schedule) and not is_dataclass(schedule):
+        raise ConfigError(f"a schedule is a name of SCHEDULES or a function of the step, got {type(schedule).__name__}")
     if is_dataclass(schedule):
         options = {key: value for key, value in asdict(schedule).items() if value is not None and key != "name"}
         schedule = schedule.name

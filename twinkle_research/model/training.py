@@ -6,8 +6,9 @@ Independent of how the forward pass is done, so every backend that has torch par
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -59,7 +60,8 @@ class TrainingState:
         self.layout = layout
         self.gradients = Gradients(self.parameters, layout)
         self.optimizer: Optimizer | None = None
-        self.schedule: Schedule = build_schedule("constant")
+        self._schedule_for: Callable[..., Schedule] = partial(build_schedule, "constant")
+        self.schedule = self._schedule_for()
         self.schedule_position = 0
         self.cur_step = 0  # calls of clip_grad_and_step or step
         self.window = Window()
@@ -77,13 +79,18 @@ class TrainingState:
         self.gradients = Gradients(self.parameters, self.layout)
 
     def set_optimizer(self, spec: OptimizerSpec) -> None:
-        if spec.kind == "sgd" and spec.options["nesterov"] and not spec.options["momentum"]:
+        if spec.options.get("nesterov") and not spec.options["momentum"]:
             raise ConfigError("optimizer.nesterov=true has no effect without optimizer.momentum > 0")
+        self.schedule = self._schedule_for(base_lr=spec.lr)
         self.optimizer = Optimizer(self.parameters, spec, self.hidden_matrices, self.layout)
 
     def set_schedule(self, schedule: Any, total_steps: int | None = None, **options: Any) -> None:
-        base_lr = self.optimizer.spec.lr if self.optimizer else 1.0
-        self.schedule = build_schedule(schedule, total_steps=total_steps, base_lr=base_lr, **options)
+        """Before or after ``set_optimizer``: a schedule that ends at a learning rate takes the optimizer's as its peak."""
+        if "base_lr" in options:
+            raise ConfigError("a schedule has no option 'base_lr': its peak is the optimizer's lr")
+        schedule_for = partial(build_schedule, schedule, total_steps=total_steps, **options)
+        self.schedule = schedule_for(base_lr=self.optimizer.spec.lr if self.optimizer else 1.0)
+        self._schedule_for = schedule_for
 
     @property
     def lr(self) -> float:
@@ -100,6 +107,8 @@ class TrainingState:
     def open(self, normalizer: float | None) -> float:
         """Before a backward pass: what its loss is divided by."""
         given = normalizer is not None
+        if given and not 0 <= float(normalizer) < math.inf:
+            raise ConfigError(f"normalizer must be finite and >= 0, got {normalizer}")
         if self.window.normalized not in (None, given):
             raise UserError("a normalizer was passed to some calls of this accumulation window and not to others")
         if self.window.reduced:
@@ -120,6 +129,8 @@ class TrainingState:
         window = self.window
         if window.reduced:
             return
+        if not self.runtime.any(window.has_gradients):
+            raise UserError("there is no gradient: call forward_backward first")
         self.gradients.all_reduce(self.runtime)
         # A rank without rows has not heard whether the others passed a normaliser: its count is then 0 either way.
         count = self.runtime.all_reduce_sum(float(window.count))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from twinkle_research.data_format import IGNORE_INDEX, InputFeature
 from twinkle_research.errors import ConfigError, DataError, nearest
+from twinkle_research.processor.features import check_shifted
 
 # Public (the seed's) name of a per-token loss input -> field of Batch. The one place where the names are translated.
 LOSS_INPUTS = {
@@ -77,9 +78,10 @@ class Batch:
 class InputProcessor:
     """Cuts a rank's share of a step into micro-batches, and pads or packs each.
 
-    Give at most one of ``micro_batch_size`` (rows, or pairs where rows come in pairs) and ``micro_batch_tokens`` (rows x longest row, padding included; with
-    ``packing`` the length of the one row); with neither, one document at a time. A document longer than
-    ``micro_batch_tokens`` is a micro-batch of its own. No setting changes the update, only memory and speed.
+    Give at most one of ``micro_batch_size`` (rows, or pairs where rows come in pairs) and ``micro_batch_tokens`` (rows x
+    longest row, padding included; with ``packing`` the length of the one row); with neither, one document at a time. A
+    document longer than ``micro_batch_tokens`` is a micro-batch of its own. No setting changes the update, only memory and
+    speed.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class InputProcessor:
     def collate(self, features: Sequence[InputFeature], device: torch.device | str = "cpu", **loss_inputs: Any) -> Batch:
         """Pads ``features`` to their longest row, or packs them into one.
 
-        ``loss_inputs``: ``advantages``, ``old_logps``, ``ref_logps``, each with one entry a feature: a scalar (spread
+        ``loss_inputs``: by the names of LOSS_INPUTS, each with one entry a feature: a scalar (spread
         over the trained positions), a list as long as the feature's trained positions (a response), or a list as long
         as the feature. Values at positions that are not trained are set to 0.
         """
@@ -175,7 +177,7 @@ class InputProcessor:
         batch.temperature, batch.kept = _temperature(batch, features), _kept(batch, features)
         for name, values in loss_inputs.items():
             if name not in LOSS_INPUTS:
-                raise TypeError(f"unknown loss input {name!r}: {nearest(name, LOSS_INPUTS)}")
+                raise ConfigError(f"unknown loss input {name!r}: {nearest(name, LOSS_INPUTS)}")
             if values is not None:
                 setattr(batch, LOSS_INPUTS[name], _pad_loss_input(name, values, batch))
         for name in ("input_ids", "labels", "attention_mask", "position_ids", "sequence_ids", *LOSS_INPUTS.values()):
@@ -225,6 +227,7 @@ class InputProcessor:
             )
         batch.input_ids[row, where] = torch.as_tensor(feature["input_ids"], dtype=torch.long)
         batch.labels[row, where] = torch.as_tensor(labels, dtype=torch.long)
+        check_shifted(batch.input_ids[row, where], batch.labels[row, where], _name(batch, i))
         batch.attention_mask[row, where] = 1
         batch.position_ids[row, where] = position_ids
         # A sequence starts where positions restart; the first position of a feature always starts one.
@@ -283,7 +286,7 @@ def _name(batch: Batch, i: int) -> str:
 def _pad_loss_input(name: str, values: Any, batch: Batch) -> Tensor:
     """One entry a document -> [B, T] float32, aligned with labels, 0 where not trained."""
     if len(values) != len(batch.documents):
-        raise ValueError(f"{name} has {len(values)} entries for {len(batch.documents)} rows")
+        raise DataError(f"{name} has {len(values)} entries for {len(batch.documents)} rows")
     trained = batch.labels != IGNORE_INDEX
     out = torch.zeros(batch.labels.shape, dtype=torch.float32)
     for i, document in enumerate(batch.documents):
@@ -295,7 +298,7 @@ def _pad_loss_input(name: str, values: Any, batch: Batch) -> Tensor:
         elif value.ndim == 1 and len(value) == document.length:
             part.copy_(value * mask)
         else:
-            raise ValueError(
+            raise DataError(
                 f"{name} of {_name(batch, i)} has shape {tuple(value.shape)}; expected a scalar, "
                 f"{count} values (trained positions) or {document.length} values (the whole row)"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from twinkle_research.template.spans import TrainedText, TrainedTurn, bridge_tex
 from twinkle_research.template.tokens import SpanTokenizer, Tokens
 
 if TYPE_CHECKING:
-    from twinkle_research.dataset.config import DataConfig
+    from twinkle_research.dataset.config import CommonDataConfig
 
 TRUNCATIONS = ("raise", "left", "right", "split", "delete")
 TRAIN_ON = ("assistant", "last", "all")
@@ -33,6 +33,7 @@ class RowResult:
     dropped: str | None = None
     cut: bool = False  # was longer than max_length, and only a part of it, or its pieces, are in ``tokens``
     error: DataError | None = None
+    control: str | None = None  # a control token in the row's own text, which the tokenizer takes for one
 
 
 class Template:
@@ -44,6 +45,7 @@ class Template:
     "left" (keeps the end), "right" (keeps the start), "split" (pieces), "delete". A row whose trained tokens are all
     cut off is dropped. ``default_system`` is put before conversations that have no system message.
     ``enable_thinking`` goes to the chat template. A template that prints today's date prints 1 January 2025.
+    ``pairs``: the rows of a data set are preferences, of which each gives two features (dataset/preferences.py).
 
     A tokenizer without a chat template (a base model) takes rows of text ``prompt`` and ``completion`` only, joined
     as they are, with the beginning-of-text token that the tokenizer asks for and an end-of-text token.
@@ -59,6 +61,7 @@ class Template:
         default_system: str | None = None,
         enable_thinking: bool = True,
         train_on: str = "assistant",
+        pairs: bool = False,
         revision: str | None = None,
         trust_remote_code: bool = False,
     ):
@@ -69,15 +72,22 @@ class Template:
                 raise ConfigError(f"{name}={value!r}: {nearest(value, valid)}")
         if max_length is not None and max_length < 2:
             raise ConfigError(f"max_length must be >= 2 (a token and its target), got {max_length}")
+        if pairs and truncation_strategy in ("left", "split"):
+            raise ConfigError(f"truncation_strategy={truncation_strategy} would give both answers of a pair other prompts")
+        if pairs and train_on != "assistant":
+            raise ConfigError(f"train_on={train_on} has no effect on pairs: their answers are trained")
         self.tokenizer = load_tokenizer(model_id, revision, trust_remote_code) if tokenizer is None else tokenizer
         self.model_id = str(model_id or getattr(tokenizer, "name_or_path", "") or "the given tokenizer")
         self.max_length = max_length
         self.truncation_strategy = truncation_strategy
         self.default_system = default_system
         self.train_on = train_on
+        self.pairs = pairs
         self._spans = SpanTokenizer(self.tokenizer, self.model_id)
         self._renderer = ChatRenderer(self.tokenizer, self.model_id, enable_thinking) if self.tokenizer.chat_template else None
         self._shown = ShownParts(self._renderer) if self._renderer is not None else None
+        special = {t.content for t in self.tokenizer.added_tokens_decoder.values() if t.special and t.content.strip()}
+        self._control = sorted(special) if self._renderer is not None else []  # in plain text they are the user's own markup
 
     @property
     def enable_thinking(self) -> bool:
@@ -119,6 +129,7 @@ class Template:
         for row, result in zip(rows, results, strict=True):
             try:
                 texts.append(self._texts(row, add_generation_prompt))
+                result.control = self._control_token(row)
             except DataError as exc:
                 texts.append([])
                 result.error = exc
@@ -153,6 +164,15 @@ class Template:
                 raise DataError(f"text with a lone surrogate (half of a character): {exc.reason}") from exc
         return texts
 
+    def _control_token(self, row: Any) -> str | None:
+        """The first control token that stands in the row's own text."""
+        for text in _texts_in(row):
+            if any(first in text for first in {token[0] for token in self._control}):
+                found = [token for token in self._control if token in text]
+                if found:
+                    return min(found, key=text.index)
+        return None
+
     def _plain_text(self, row: Conversation | TextPair, add_generation_prompt: bool) -> list[TrainedText]:
         if isinstance(row, Conversation):
             raise DataError(
@@ -167,6 +187,11 @@ class Template:
         return [TrainedText(text, [TrainedTurn(start, start, end, [(start, end)])])]
 
     def _chat_texts(self, row: Conversation | TextPair, add_generation_prompt: bool) -> list[TrainedText]:
+        if self.train_on == "all" and isinstance(row, Conversation) and not add_generation_prompt and not all(row.weights):
+            raise DataError(
+                f"messages[{row.weights.index(False)}].weight is 0 (not trained), but with train_on=all every token is; remove the "
+                "weight, or set data.train_on=assistant"
+            )
         conversation = self._conversation(row, add_generation_prompt)
         if add_generation_prompt:
             return [prompt_text(self._shown, conversation)]
@@ -201,12 +226,13 @@ class Template:
         if limit is not None and longest > limit:
             if is_prompt and self.truncation_strategy in ("right", "split"):
                 raise DataError(
-                    f"the prompt has {longest} tokens, max_length={limit}, and truncation_strategy={self.truncation_strategy} "
-                    "would cut off the generation prompt; choose left or delete, or raise max_length"
+                    f"the prompt has {longest} tokens, data.max_length={limit}, and data.truncation={self.truncation_strategy} "
+                    "would cut off the generation prompt; choose left or delete, or raise data.max_length"
                 )
             if self.truncation_strategy == "raise":
                 raise DataError(
-                    f"{longest} tokens exceed max_length={limit}; raise it, or choose truncation left, right, split or delete"
+                    f"{longest} tokens exceed max_length={limit}; raise data.max_length, or set data.truncation "
+                    "(truncation_strategy of a Template) to left, right, split or delete"
                 )
             if self.truncation_strategy == "delete":
                 result.dropped = f"longer than max_length={limit}"
@@ -270,6 +296,14 @@ def to_feature(tokens: Tokens, row: str | None = None) -> InputFeature:
     return feature
 
 
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(part)
+
+
 def _cut(tokens: Tokens, limit: int, how: str) -> list[Tokens]:
     if how == "left":
         return [Tokens(tokens.ids[-limit:], tokens.trained[-limit:])]
@@ -309,7 +343,7 @@ def _loses_spaces(tokenizer: Any) -> bool:
 
 
 def build_template(
-    config: DataConfig, model_id: str | os.PathLike[str] | None = None, *, tokenizer: Any = None, **options: Any
+    config: CommonDataConfig, model_id: str | os.PathLike[str] | None = None, *, tokenizer: Any = None, **options: Any
 ) -> Template:
     """The template that ``config`` (group ``data``) asks for. ``options``: revision, trust_remote_code."""
     cls = load_symbol(config.template, "twinkle_research.template", "data.template")
@@ -323,5 +357,6 @@ def build_template(
         default_system=config.default_system,
         enable_thinking=config.enable_thinking,
         train_on=config.train_on.name,
+        **({"pairs": True} if config.pairs else {}),
         **options,
     )

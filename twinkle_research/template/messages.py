@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import sys
 from dataclasses import dataclass
 from typing import Any
 
-from twinkle_research.errors import DataError, nearest
+from twinkle_research.errors import DataError, nearest, similar
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Other names under which data sets store the same thing.
 _ROLE_ALIASES = {"function": "tool"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# A key that is none of these goes to the chat template, unless it is nearly one of them.
+_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "weight", *REASONING_KEYS)
+_ALIKE = 0.75
 _INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
@@ -47,7 +51,8 @@ def canonical(row: Any) -> Conversation | TextPair:
             raise DataError(f"'completion' must be text like 'prompt', got {_kind(completion)}")
         return TextPair(row["prompt"], completion)
     if "messages" not in row:
-        raise DataError(f"no 'messages' in the row; keys: {', '.join(map(str, row)) or 'none'}")
+        close = next((text for key in row if (text := similar(key, ("messages", "prompt")))), "")
+        raise DataError(f"no 'messages' in the row; keys: {', '.join(map(str, row)) or 'none'}{close}")
     messages = parse_json(row["messages"], "messages", list)
     if not messages:
         raise DataError("'messages' is empty")
@@ -119,12 +124,18 @@ def split_inline_thinking(message: dict[str, Any]) -> dict[str, Any]:
 
 def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
     message = parse_json(message, where, dict)
+    for key in message:
+        if key not in _KEYS and (close := difflib.get_close_matches(str(key), _KEYS, n=1, cutoff=_ALIKE)):
+            raise DataError(f"{where}: unknown key {key!r}; did you mean {close[0]!r}?")
     # Columnar files give every message every key; an absent one is None there.
     message = {k: v for k, v in message.items() if v is not None}
     role = message.get("role")
     role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise DataError(f"{where}.role is {role!r}; {nearest(str(role), ROLES)}")
+    if "content" not in message and not (role == "assistant" and any(map(message.get, ("tool_calls", *REASONING_KEYS)))):
+        others = " (nor tool_calls nor reasoning_content)" if role == "assistant" else ""
+        raise DataError(f"{where} ({role}) has no content{others}; its keys: {', '.join(message)}")
     out = {**message, "role": role, "content": _text(message.get("content", ""), f"{where}.content")}
     for key in REASONING_KEYS:
         value = out.pop(key, None)

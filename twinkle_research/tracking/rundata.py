@@ -50,7 +50,8 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(paths: list[Path]) -> list[Path]:
-    """The run folders among ``paths``; a folder of runs (a sweep) stands for those in it, in the order of their names.
+    """The run folders among ``paths``; a folder of runs (a sweep), or of such folders, stands for those in it, in the order of
+    their names.
 
     Raises UserError for a path that is neither, naming the nearest folder.
     """
@@ -59,15 +60,23 @@ def find_runs(paths: list[Path]) -> list[Path]:
         if is_run(path):
             found.append(path)
             continue
-        inside = [child for child in path.iterdir() if is_run(child)] if path.is_dir() else []
+        inside = _runs_in(path, depth=2)
         if not inside:
             near = []
             if path.parent.is_dir():
                 near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if is_run(p)], n=1)
             hint = f"; did you mean {path.parent / near[0]}?" if near else ""
             raise UserError(f"{path} is not a run folder (it has no {METRICS}) and holds none{hint}")
-        found += sorted(inside, key=lambda p: (not p.name.isdigit(), int(p.name) if p.name.isdigit() else 0, p.name))
+        found += inside
     return list(dict.fromkeys(path.resolve() for path in found))
+
+
+def _runs_in(folder: Path, depth: int) -> list[Path]:
+    """Job 10 of a sweep comes after job 9."""
+    children = [child for child in folder.iterdir() if child.is_dir()] if folder.is_dir() else []
+    children.sort(key=lambda p: (not p.name.isdigit(), int(p.name) if p.name.isdigit() else 0, p.name))
+    deeper = [run for child in children if depth > 1 and not is_run(child) for run in _runs_in(child, depth - 1)]
+    return [child for child in children if is_run(child)] + deeper
 
 
 def load_runs(paths: list[Path]) -> list[RunData]:

@@ -13,12 +13,14 @@ class OnNan(Enum):
 
 
 @dataclass
-class SftTrainerConfig:
-    name: str = "sft"
+class TrainerConfig:
+    """What both loops have."""
+
+    name: str = MISSING
     # Optimizer steps. null: `epochs` decides; both null: one epoch. Both set: whichever ends first.
     max_steps: Optional[int] = None
     epochs: Optional[int] = None
-    # Rows in one optimizer step, over all ranks.
+    # Rows (supervised) or prompts (reinforcement) in one optimizer step, over all ranks.
     batch_size: int = 8
     # How one rank cuts its share of a step: rows, or padded tokens, of one pass; neither changes the result. Give at
     # most one; composing a config with neither fills in 4 rows.
@@ -28,8 +30,37 @@ class SftTrainerConfig:
     on_nan: OnNan = OnNan.stop
     # Evaluate every N optimizer steps, beside before training and after the last step (null: only these two).
     eval_every: Optional[int] = None
+
+
+@dataclass
+class SftTrainerConfig(TrainerConfig):
+    name: str = "sft"
     # Greedy answers to `data.sample_prompts` at each evaluation, at most this many tokens each.
     sample_max_tokens: int = 64
+
+
+class ReferenceKind(Enum):
+    auto = "auto"  # base where an adapter is trained, else frozen
+    base = "base"  # the model with its adapter switched off
+    frozen = "frozen"  # a copy of the model as it was at the start
+    refreshed = "refreshed"  # such a copy, brought up to date every `reference_every` steps
+
+
+@dataclass
+class RlTrainerConfig(TrainerConfig):
+    name: str = "rl"
+    # Passes over each rollout. With 1, and a rollout of one batch, all samples are on-policy.
+    inner_epochs: int = 1
+    # What a KL term compares with.
+    reference: ReferenceKind = ReferenceKind.auto
+    # A refreshed reference follows the policy every N rollouts.
+    reference_every: Optional[int] = None
+    # Completions of each held-out prompt at an evaluation, for eval/mean@k and eval/pass@k. 0: only the greedy answers.
+    eval_samples: int = 4
+    # Reward from which a completion counts as right in an evaluation.
+    success_reward: float = 1.0
+    # Completions of each rollout, and of each evaluation, that are kept in samples.jsonl, W&B and the report.
+    log_completions: int = 8
 
 
 @dataclass

@@ -41,7 +41,7 @@ class Evaluation:
     def has_work(self) -> bool:
         return self.dataset is not None or bool(self.prompts)
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, step: int) -> dict[str, float]:
         """``eval/loss`` (nats per trained token, whatever the training loss adds) and ``eval/perplexity``. Collective."""
         if self.dataset is None:
             return {}
@@ -59,6 +59,11 @@ class Evaluation:
         nll, tokens = self.runtime.all_reduce_sum(nll), self.runtime.all_reduce_sum(tokens)
         loss = nll / tokens
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+    def objective(self, metrics: dict[str, float]) -> float | None:
+        return metrics.get("eval/loss")
+
+    cost = objective
 
     def answers(self) -> list[dict[str, Any]]:
         """Greedy answers to the prompts, as rows for samples.jsonl. Where the model is whole only rank 0 generates, and the

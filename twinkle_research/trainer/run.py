@@ -4,35 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle_research.checkpoint.format import CheckpointReader
 from twinkle_research.checkpoint.manager import CheckpointManager, newest_checkpoint
-from twinkle_research.dataloader import build_loader
-from twinkle_research.dataset.build import build_datasets, encoded_cache
+from twinkle_research.config.startchecks import differences
 from twinkle_research.dataset.config import OnChange
-from twinkle_research.dataset.features import Features
-from twinkle_research.errors import CheckpointError, DataError, Stopped
-from twinkle_research.loss import build_loss
+from twinkle_research.errors import CheckpointError, ConfigError, Stopped
 from twinkle_research.model.prepare import resolve_model_folder
 from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.template import build_template
 from twinkle_research.tracking.build import build_tracker
-from twinkle_research.trainer.evaluation import Evaluation
-from twinkle_research.trainer.preview import print_preview
-from twinkle_research.trainer.sft import SftTrainer, total_steps
+from twinkle_research.trainer.config import RlTrainerConfig
 from twinkle_research.trainer.timing import StepClock
 
 if TYPE_CHECKING:
-    from twinkle_research.dataset import IterableDataset
     from twinkle_research.distributed.runtime import Runtime
+    from twinkle_research.model.base import TwinkleModel
     from twinkle_research.template import Template
     from twinkle_research.tracking.build import Tracker
     from twinkle_research.trainer.config import TrainConfig
+    from twinkle_research.trainer.loop import Measures, TrainingLoop
     from twinkle_research.trainer.rundir import RunFolder
+
+
+class Parts(Protocol):
+    """What differs between the two loops. Made before the model is loaded, so that bad data costs no loading. Collective."""
+
+    fingerprint: str  # of the data
+    evaluation: Measures
+
+    def __init__(self, cfg: TrainConfig, template: Template, runtime: Runtime) -> None: ...
+    def attach(self, model: TwinkleModel, model_folder: Path, clock: StepClock) -> None:
+        """Gives the model its loss and what else it trains with, and makes the evaluation."""
+
+    @property
+    def rows_per_epoch(self) -> int | None: ...
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+
+    def loop(self, **common: Any) -> TrainingLoop: ...
+    def close(self) -> None: ...
 
 
 def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]:
@@ -42,26 +56,42 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     """
     model_folder = resolve_model_folder(cfg.model)
     template = build_template(cfg.data, model_folder)
-    train_rows, eval_rows, fingerprint = load_rows(cfg, template, runtime)
-    if cfg.data.preview and runtime.is_main:
-        print_preview(train_rows, template, cfg.data.preview)
+    parts = _parts(cfg)(cfg, template, runtime)
     model = TransformersModel.from_config(cfg, model_folder, runtime)
-    evaluation = Evaluation(model, template, runtime, eval_rows, cfg.data.sample_prompts, cfg.trainer.sample_max_tokens)
-    checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)
-    start = find_start(cfg, checkpoints, runtime)
-    if cfg.eval_only:
-        return evaluate_only(model, evaluation, start, runtime, folder)
+    configs = model.get_train_configs()
+    clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
+    with closing(parts):
+        parts.attach(model, model_folder, clock)
+        checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)
+        start = find_start(cfg, checkpoints, runtime)
+        if cfg.eval_only:
+            return evaluate_only(model, parts.evaluation, start, runtime, folder)
+        return train(cfg, runtime, folder, parts, model, clock, checkpoints, start)
 
-    rank, size = model.data_parallel
-    loader = build_loader(
-        train_rows, batch_size=cfg.trainer.batch_size, shuffle=cfg.data.shuffle, seed=cfg.seed, dp_rank=rank, dp_size=size
-    )
-    steps = total_steps(cfg.trainer, loader.steps_per_epoch)
-    model.set_loss(build_loss(cfg.loss))
+
+def _parts(cfg: TrainConfig) -> type[Parts]:
+    if isinstance(cfg.trainer, RlTrainerConfig):
+        from twinkle_research.trainer.reinforced import ReinforcedParts
+
+        return ReinforcedParts
+    from twinkle_research.trainer.supervised import SupervisedParts
+
+    return SupervisedParts
+
+
+def train(
+    cfg: TrainConfig, runtime: Runtime, folder: RunFolder, parts: Parts, model: TransformersModel, clock: StepClock,
+    checkpoints: CheckpointManager, start: Path | None,
+) -> dict[str, Any]:  # fmt: skip
+    steps = parts.steps()
     model.set_optimizer(cfg.optimizer)
     model.set_lr_scheduler(cfg.scheduler, total_steps=steps)
-
     state = own_state(start, folder)
+    if start is not None and not state and CheckpointReader(start).step >= steps:
+        raise ConfigError(
+            f"resume={cfg.resume}: {start} is at step {CheckpointReader(start).step} already, and this run ends at step {steps}; "
+            "steps and epochs count from the start of that run: give more"
+        )
     reached = folder.last_step()  # by an earlier attempt; the tracker cuts it back to the checkpoint
     tracker = build_tracker(
         cfg,
@@ -72,35 +102,15 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
         is_main=runtime.is_main,
     )
     with outcome(tracker):
-        configs = model.get_train_configs()
-        clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
-        trainer = SftTrainer(cfg.trainer, runtime, model, loader, evaluation, checkpoints, tracker, clock, steps, fingerprint)
+        loop = parts.loop(
+            cfg=cfg.trainer, runtime=runtime, model=model, evaluation=parts.evaluation, checkpoints=checkpoints,
+            tracker=tracker, clock=clock, total_steps=steps, data_fingerprint=parts.fingerprint,
+        )  # fmt: skip
         if start is not None:
-            trainer.restore(CheckpointReader(start), start, restart_data=cfg.data.on_change is OnChange["restart"])
-        rows = train_rows.rows_per_epoch if isinstance(train_rows, Features) else None
-        for text in remarks(cfg, start, state, steps, reached, rows):
+            loop.restore(CheckpointReader(start), start, restart_data=cfg.data.on_change is OnChange["restart"])
+        for text in remarks(cfg, start, state, steps, reached, parts.rows_per_epoch):
             tracker.message(text)
-        return trainer.fit()
-
-
-def load_rows(cfg: TrainConfig, template: Template, runtime: Runtime) -> tuple[Features | IterableDataset, Features | None, str]:
-    """(training rows, held-out rows, fingerprint of the training rows). Collective.
-
-    One rank of each machine encodes what is not encoded yet, while the others wait for it.
-    """
-    session = runtime.broadcast_object(uuid4().hex if runtime.is_main else None)
-    cache = encoded_cache(cfg.data, session, first=runtime.local_rank == 0)
-    try:
-        train_rows, eval_rows = build_datasets(cfg.data, template, cfg.seed, cache)
-        fingerprints = runtime.gather_objects(train_rows.fingerprint)
-    finally:
-        cache.release()  # all ranks have what they need, or one has failed
-    if len(set(fingerprints)) > 1:
-        raise DataError(
-            "the ranks have different training rows: the files differ between the machines, or data.processor gives other rows "
-            "for the same input from one time to the next"
-        )
-    return train_rows, eval_rows, fingerprints[0]
+        return loop.fit()
 
 
 def remarks(
@@ -115,6 +125,8 @@ def remarks(
     if start is not None:
         step = CheckpointReader(start).step
         yield f"continuing from {start} at step {step} of {steps}"
+        if not state and (changed := differences(start, cfg)):
+            yield f"settings that differ from those of that run: {', '.join(changed)}"
     if state and cfg.resume not in ("auto", "never"):
         yield f"resume={cfg.resume} is not used: this run has a checkpoint of its own, and continues from that"
     decays = cfg.scheduler.name != "constant" and cfg.scheduler.total_steps is None
@@ -159,7 +171,7 @@ def outcome(tracker: Tracker) -> Iterator[None]:
 
 
 def evaluate_only(
-    model: TransformersModel, evaluation: Evaluation, start: Path | None, runtime: Runtime, folder: RunFolder
+    model: TransformersModel, evaluation: Measures, start: Path | None, runtime: Runtime, folder: RunFolder
 ) -> dict[str, Any]:
     """Measures a checkpoint and writes ``evaluation.json`` into the run folder; nothing else there changes."""
     if start is None:
@@ -167,11 +179,11 @@ def evaluate_only(
     reader = CheckpointReader(start)
     state = reader.json("trainer_state.json")
     model.load_state(reader, state["model"], load_optimizer=False)
-    result = {"checkpoint": str(start), "step": state["step"], **evaluation.metrics()}
+    result = {"checkpoint": str(start), "step": state["step"], **evaluation.metrics(state["step"])}
     answers = evaluation.answers()
     if runtime.is_main:
         folder.write_json("evaluation.json", result | {"samples": answers})
         print(json.dumps(result, indent=1))
         for answer in answers:
             print(f"\n> {answer['prompt']}\n{answer['completion']}")
-    return result | {"objective": result.get("eval/loss")}
+    return result | {"objective": evaluation.objective(result)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from twinkle_research.data_format import IGNORE_INDEX, InputFeature
-from twinkle_research.errors import UserError
+from twinkle_research.errors import ConfigError, DataError, UserError, nearest
 from twinkle_research.loss import resolve_loss
 from twinkle_research.loss.base import Loss, LossOutput, TokenScores
 from twinkle_research.metric import CallRecord
@@ -20,13 +21,16 @@ from twinkle_research.model.base import Result
 from twinkle_research.model.training import TrainingState
 from twinkle_research.model.transformers.packing import check_packing
 from twinkle_research.model.transformers.scoring import MicroBatch, Scorer, by_document
-from twinkle_research.processor.base import Batch, InputProcessor
+from twinkle_research.processor.base import LOSS_INPUTS, Batch, InputProcessor
+from twinkle_research.processor.features import as_features
 
 if TYPE_CHECKING:
     from twinkle_research.model.transformers.reference import Reference
     from twinkle_research.model.transformers.sharding import ShardedModel
     from twinkle_research.model.transformers.value_head import ValueHead
     from twinkle_research.template.base import Template
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -52,7 +56,9 @@ class Trained:
     template: Template | None = None
     value_head: ValueHead | None = None
     reference: Reference | None = None
-    passes: list[Pass] = field(default_factory=list)  # between forward and backward
+    # Between forward and backward; empty on a rank without rows, None before a forward.
+    passes: list[Pass] | None = None
+    has_loss: bool = False  # of these passes
     first_sample: int = 0  # numbers rows that come without a sample_index
 
 
@@ -93,10 +99,8 @@ class Compute:
     def micro_batches(
         self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any], together: int
     ) -> Iterator[Pass]:
-        inputs = [inputs] if isinstance(inputs, dict) else list(inputs)
-        for name, values in loss_inputs.items():
-            if values is not None and len(values) != len(inputs):
-                raise ValueError(f"{name} has {len(values)} entries for {len(inputs)} rows")
+        inputs = as_features(inputs)
+        _check_loss_inputs(trained.loss, loss_inputs, len(inputs))
         first = trained.first_sample
         if len(inputs) % together:
             raise UserError(f"{type(trained.loss).__name__} takes rows by {together}, but got {len(inputs)} of them")
@@ -175,6 +179,8 @@ class Compute:
         count = trained.loss.count(features)
         logps = in_order(items, "logprobs")
         tokens = sum(item.micro.num_tokens for item in items)
+        if not tokens and (features or training.runtime.world_size == 1):  # of several ranks some may have no rows
+            log.warning("no label of these %d rows is trained (all are %d): the loss is 0", len(features), IGNORE_INDEX)
         extra = _extra_sums([item.output for item in ran])
         maxima = largest(*[{name: float(value) for name, value in item.output.maxima.items()} for item in ran])
         training.meters[is_training].accumulate(CallRecord(loss * divisor, count, tokens, extra, maxima, features, logps))
@@ -186,12 +192,13 @@ class Compute:
 
     def forward(self, trained: Trained, inputs: Sequence[InputFeature], loss_inputs: dict[str, Any]) -> Result:
         trained.passes = list(self.passes(trained, inputs, loss_inputs, trained.loss.rows_together))
+        trained.has_loss = False
         for item in trained.passes:
             self.score(trained, item, trained.loss, None)
         return Result({"logps": in_order(trained.passes, "logprobs")} | _values(trained, trained.passes))
 
     def calculate_loss(self, trained: Trained, loss_inputs: dict[str, Any]) -> float:
-        if not trained.passes:
+        if trained.passes is None:
             raise UserError("calculate_loss needs a forward before it")
         features = _features(trained.passes)
         if loss_inputs:
@@ -203,17 +210,32 @@ class Compute:
             trained.first_sample = first
         for item in trained.passes:
             self.add_loss(trained, item, 1.0)
+        trained.has_loss = True
         total = sum(float(item.output.loss.detach()) for item in trained.passes if item.output is not None)
         return total / max(trained.loss.count(features), 1)
 
     def backward_all(self, trained: Trained) -> None:
-        if not trained.passes or all(item.scores is not None and item.output is None for item in trained.passes):
+        if trained.passes is None or not trained.has_loss:
             raise UserError("backward needs a forward and a calculate_loss before it")
-        items, trained.passes = trained.passes, []
+        items, trained.passes = trained.passes, None
         trained.training.open(None)
         for item in items:
             self.backward(trained, item)
         self.finish(trained, items, 1.0, False)
+
+
+def _check_loss_inputs(loss: Loss, given: dict[str, Any], rows: int) -> None:
+    """Raises ConfigError for one that does not exist or has no effect on ``loss``, DataError where it is not one for each row."""
+    for name, values in given.items():
+        if name not in LOSS_INPUTS:
+            raise ConfigError(f"unknown loss input {name!r}; {nearest(name, LOSS_INPUTS)}")
+        if values is None:
+            continue
+        if name not in loss.reads:
+            what = f"those that it reads: {', '.join(sorted(loss.reads))}" if loss.reads else "it reads no loss inputs"
+            raise ConfigError(f"{name} has no effect on {type(loss).__name__}; {what}")
+        if len(values) != rows:
+            raise DataError(f"{name} has {len(values)} entries for {rows} rows")
 
 
 def _features(items: list[Pass]) -> list[InputFeature]:

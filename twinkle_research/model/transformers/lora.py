@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -29,9 +30,9 @@ _TAKEN = frozenset(dir(nn.ModuleDict()))  # PEFT keeps an adapter's layers in on
 
 
 def check_name(adapter_name: str) -> None:
-    """Raises ValueError for an empty name, UserError for one that cannot be used."""
+    """Raises UserError for a name that cannot be used."""
     if not adapter_name:
-        raise ValueError("adapter_name is empty")
+        raise UserError("adapter_name is empty")
     if not _NAME.fullmatch(adapter_name) or adapter_name in _TAKEN:
         raise UserError(
             f"adapter name {adapter_name!r} is refused: expected 1 to 128 letters, digits, '_' or '-', starting with a letter or "
@@ -46,6 +47,7 @@ def lora_config(config: LoraAdapterConfig | LoraConfig | str | Path) -> LoraConf
     if isinstance(config, LoraConfig):
         own = copy.deepcopy(config)  # PEFT and the checks below write into it
         own.task_type = own.task_type or "CAUSAL_LM"
+        own.inference_mode = False
         return own
     if isinstance(config, LoraAdapterConfig):
         targets: Any = list(config.target_modules)
@@ -56,19 +58,51 @@ def lora_config(config: LoraAdapterConfig | LoraConfig | str | Path) -> LoraConf
             use_dora=config.dora, target_modules="all-linear" if targets == ["all-linear"] else targets,
             modules_to_save=list(config.modules_to_save) or None,
         )  # fmt: skip
+    if not isinstance(config, str | Path):
+        raise ConfigError(
+            f"an adapter is given by a peft LoraConfig, a LoraAdapterConfig or a PEFT folder, got {config!r}"
+            + ("; write LoraConfig(**...)" if isinstance(config, Mapping) else "")
+        )
     if not (Path(config) / "adapter_config.json").is_file():
         raise CheckpointError(f"{config} holds no adapter: adapter_config.json is missing")
     loaded = LoraConfig.from_pretrained(str(config))
     if not isinstance(loaded, LoraConfig):
         raise CheckpointError(f"{config}: a {loaded.peft_type} adapter; only LoRA is supported")
     loaded.inference_mode = False
+    loaded.task_type = loaded.task_type or "CAUSAL_LM"
     return loaded
+
+
+# Fields of PEFT's LoraConfig with which training here, saving and merging were tried; further down their values are checked.
+_SUPPORTED = frozenset(
+    "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern "
+    "use_rslora use_dora modules_to_save".split()
+)
+# What PEFT or this module sets, and what is only written into adapter_config.json.
+_OF_THE_FILE = frozenset(
+    "peft_type task_type auto_mapping peft_version base_model_name_or_path revision inference_mode fan_in_fan_out "
+    "ensure_weight_tying init_lora_weights bias lora_bias".split()
+)
+
+
+def _check_fields(config: LoraConfig) -> None:
+    """Refuses every other field that is set, those of later versions of PEFT included."""
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(config, field.name)
+        if field.name not in _SUPPORTED | _OF_THE_FILE and value != default:
+            raise ConfigError(f"LoraConfig.{field.name}={value!r} is not supported; what is: {', '.join(sorted(_SUPPORTED))}")
+    if config.task_type != "CAUSAL_LM":
+        raise ConfigError(f"LoraConfig.task_type={config.task_type!r} is not supported: only CAUSAL_LM")
 
 
 def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
     """Refuses what PEFT would take silently or fail on late. ``model`` has no adapter yet."""
+    _check_fields(config)
     if type(config.r) is not int or config.r < 1:
         raise ConfigError(f"adapter.r must be a whole number >= 1, got {config.r!r}")
+    if not 0.0 < config.lora_alpha < math.inf:
+        raise ConfigError(f"adapter.alpha must be finite and > 0, got {config.lora_alpha}")
     if not 0.0 <= config.lora_dropout < 1.0:
         raise ConfigError(f"adapter.dropout must be in [0, 1), got {config.lora_dropout}")
     if config.init_lora_weights is not True:
@@ -81,6 +115,7 @@ def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
             if not any(_matches(name, target) for name in modules):
                 kinds = {name.rpartition(".")[2] for name, m in modules.items() if is_linear(m) or isinstance(m, nn.Embedding)}
                 raise ConfigError(f"adapter.{key}: the model has no module named '{target}'; {nearest(target, sorted(kinds))}")
+    _check_parts(model, config)
     tied = tied_modules(model)
     head = next(name for name, module in modules.items() if module is plain(model.get_output_embeddings()))
     for name in target_names(model, config):
@@ -100,8 +135,54 @@ def check_config(model: PreTrainedModel, config: LoraConfig) -> None:
         config.ensure_weight_tying = True  # one copy for both, so they stay tied
 
 
+def _check_parts(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuses an entry of the fields that say which modules and layers that fits nothing: PEFT ignores it."""
+    if not config.target_modules:
+        raise ConfigError("adapter.target_modules is empty: name linear layers, or write all-linear")
+    wide = _wanted_names(model, config)
+    names = target_names(model, config)
+    for entry in _listed(config.exclude_modules):
+        fits = (lambda n: re.fullmatch(entry, n)) if isinstance(config.exclude_modules, str) else lambda n: _matches(n, entry)  # noqa: B023
+        if not any(map(fits, wide)):
+            raise ConfigError(f"LoraConfig.exclude_modules: {entry!r} excludes nothing of target_modules")
+    layers = config.layers_to_transform
+    for layer in [] if layers is None else [layers] if isinstance(layers, int) else layers:
+        only = copy.copy(config)
+        only.layers_to_transform = [layer]
+        if not target_names(model, only):
+            raise ConfigError(f"LoraConfig.layers_to_transform: no module of target_modules is in a layer {layer!r}")
+    if not names:
+        raise ConfigError("adapter.target_modules: no module is left that would get a LoRA")
+    for field, valid in (("rank_pattern", "a whole number >= 1"), ("alpha_pattern", "a number > 0")):
+        for pattern, value in (getattr(config, field) or {}).items():
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):  # as PEFT's get_pattern_key
+                endings = sorted({name.rpartition(".")[2] for name in names})
+                raise ConfigError(f"LoraConfig.{field}: {pattern!r} fits no module that gets a LoRA; {nearest(pattern, endings)}")
+            whole_number = field == "alpha_pattern" or type(value) is int
+            if type(value) not in (int, float) or not whole_number or not 0 < value < math.inf:
+                raise ConfigError(f"LoraConfig.{field}[{pattern!r}] must be {valid}, got {value!r}")
+    if not isinstance(config.target_modules, str):
+        for name in sorted(set(config.target_modules) & set(config.modules_to_save or ())):
+            raise ConfigError(f"{name} cannot be in both target_modules and modules_to_save")
+
+
+def _listed(value: Any) -> list[str]:
+    return [] if value is None else [value] if isinstance(value, str) else sorted(value)
+
+
 def target_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the modules that get a LoRA, by PEFT's rules: a regular expression, ``all-linear`` or name endings."""
+    """Names of the modules that get a LoRA, by PEFT's own rules."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    wanted = _wanted_names(model, config)
+    own = copy.copy(config)
+    if config.target_modules == "all-linear":
+        own.target_modules = set(wanted)
+    return [name for name in wanted if check_target_module_exists(own, name)]
+
+
+def _wanted_names(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """Names of all modules that ``target_modules`` means: a regular expression, ``all-linear`` or name endings."""
     wanted = config.target_modules
     modules = plain_modules(model)
     names = list(modules)
@@ -265,11 +346,20 @@ def merged_weights(peft_model: PeftModel, adapter: str) -> Iterator[tuple[str, T
 
     base = peft_model.get_base_model()
     layers = {f"{name}.base_layer.weight": m for name, m in base.named_modules() if isinstance(m, LoraLayer) and adapter in m.r}
-    for name, parameter in base.named_parameters():
-        if ".lora_" in name or ".original_module." in name:
-            continue
-        clean = re.sub(rf"\.modules_to_save\.{re.escape(adapter)}\.", ".", name).replace(".base_layer.", ".")
+    for clean, name, parameter in _effective_parameters(base, adapter):
         yield clean, _merge(layers[name], adapter) if name in layers else whole(parameter.detach())
+
+
+def merged_shapes(peft_model: PeftModel, adapter: str) -> dict[str, torch.Size]:
+    """Of ``merged_weights``."""
+    return {clean: parameter.shape for clean, _, parameter in _effective_parameters(peft_model.get_base_model(), adapter)}
+
+
+def _effective_parameters(base: nn.Module, adapter: str) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """(name without the adapter's wrappers, name, parameter) of what the adapter leaves in use or replaces."""
+    for name, parameter in base.named_parameters():
+        if ".lora_" not in name and ".original_module." not in name:
+            yield re.sub(rf"\.modules_to_save\.{re.escape(adapter)}\.", ".", name).replace(".base_layer.", "."), name, parameter
 
 
 def whole(tensor: Tensor) -> Tensor:

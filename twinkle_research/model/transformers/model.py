@@ -26,11 +26,13 @@ from twinkle_research.model.transformers.companions import CompanionsMixin
 from twinkle_research.model.transformers.compute import Compute, Trained
 from twinkle_research.model.transformers.head import Anatomy
 from twinkle_research.model.transformers.loading import DTYPES, load_model, load_skeleton
+from twinkle_research.model.transformers.names import DiskNames
 from twinkle_research.model.transformers.packing import check_packing
 from twinkle_research.model.transformers.saving import SavingMixin
 from twinkle_research.model.transformers.scoring import Scorer
 from twinkle_research.processor.base import InputProcessor
-from twinkle_research.symbols import load_symbol
+from twinkle_research.processor.features import as_features
+from twinkle_research.symbols import construct, load_symbol
 
 if TYPE_CHECKING:
     from twinkle_research.checkpoint.stream import TensorFolder
@@ -92,6 +94,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         if gradient_checkpointing:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self._runs: dict[str, Trained] = {"": Trained("")}
+        self._disk_names: dict[str, DiskNames] = {}  # of the whole model, by adapter
         self._compute: Compute
         if self._unread is None:
             self._take_apart()
@@ -158,6 +161,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         return run
 
     def training_state(self, adapter_name: str | None = None) -> TrainingState:
+        """Its window, optimizer, schedule and metrics."""
         return self.trained(adapter_name).training
 
     def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
@@ -212,14 +216,17 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
     def set_template(self, template_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
         """A Template, its class or its name; ``model_id`` defaults to the model's own."""
         template = load_symbol(template_cls, "twinkle_research.template", "template")
-        template = template(**({"model_id": self.model_id} | kwargs)) if isinstance(template, type) else template
+        own = {"model_id": self.model_id} if isinstance(template, type) and "tokenizer" not in kwargs else {}
+        template = construct(template, "set_template", **(own | kwargs))
         self._run(adapter_name).template = template
 
     def set_processor(self, processor_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
         """An InputProcessor, its class or its name. One that packs is tried out first: ConfigError where this model would
         let packed documents see each other."""
         processor = load_symbol(processor_cls, "twinkle_research.processor", "processor")
-        processor = processor(**kwargs) if isinstance(processor, type) else processor
+        processor = construct(processor, "set_processor", **kwargs)
+        if not isinstance(processor, InputProcessor):
+            raise ConfigError(f"a processor is an InputProcessor, its class or its name, got {processor!r}")
         if processor.packing:
             check_packing(self._compute_of(adapter_name), self.trained(adapter_name), self.module.config, self.dtype)
         self._run(adapter_name).processor = processor
@@ -265,7 +272,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         return {"world_size": self.runtime.world_size, "sharding": several if self.runtime.world_size > 1 else "none"}
 
     def count(self, features: Sequence[InputFeature], adapter_name: str | None = None) -> int:
-        return int(self.runtime.all_reduce_sum(self._run(adapter_name).loss.count(features)))
+        return int(self.runtime.all_reduce_sum(self._run(adapter_name).loss.count(as_features(features))))
 
     def forward_backward(
         self, inputs: Sequence[InputFeature], normalizer: float | None = None, adapter_name: str | None = None, **loss_inputs: Any
@@ -311,16 +318,20 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         self._compute_of(adapter_name).backward_all(self.trained(adapter_name))
 
     def clip_grad_norm(self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None) -> float:
+        """The global norm before clipping, at the end of an accumulation window; 0.0 inside one."""
         return self.training_state(adapter_name).clip_grad_norm(max_grad_norm, norm_type)
 
     def step(self, adapter_name: str | None = None) -> None:
+        """Updates the weights, at the end of an accumulation window. Gradients stay until ``zero_grad``."""
         self.training_state(adapter_name).step()
         self._run(adapter_name).first_sample = 0
 
     def zero_grad(self, adapter_name: str | None = None) -> None:
+        """Clears the gradients, unless an accumulation window is open."""
         self.training_state(adapter_name).zero_grad()
 
     def lr_step(self, adapter_name: str | None = None) -> None:
+        """Moves the schedule on, once for each optimizer step."""
         self.training_state(adapter_name).lr_step()
 
     def clip_grad_and_step(
@@ -370,6 +381,14 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         if run.name:
             return lora.merged_weights(self.module, run.name)
         return ((name, lora.whole(p.detach())) for name, p in self.module.named_parameters())
+
+    def disk_weights(self, adapter_name: str | None = None) -> Iterable[tuple[str, Tensor]]:
+        run = self.trained(adapter_name)
+        if run.name not in self._disk_names:
+            base = self.module.get_base_model() if run.name else self.module
+            shapes = lora.merged_shapes(self.module, run.name) if run.name else {n: p.shape for n, p in base.named_parameters()}
+            self._disk_names[run.name] = DiskNames(base, shapes)
+        return self._disk_names[run.name].convert(self.named_weights(adapter_name))
 
     @contextmanager
     def sampling(self, adapter_name: str | None = None) -> Iterator[nn.Module]:

@@ -101,6 +101,7 @@ class MultiLoraTransformersModel(TransformersModel):
             ModelState(self, name, True).load(reader, stored[name], load_optimizer)
 
     def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
+        """Raises UserError: only adapters are trained here."""
         raise UserError("the base of several adapters is not trained: add_adapter_to_model, or take a TransformersModel")
 
     def _activate(self, run: Trained) -> None:

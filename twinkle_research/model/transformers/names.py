@@ -6,7 +6,7 @@ others (the experts of a mixture, say); what it did is undone here, for weights 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +89,19 @@ class DiskNames:
                 reverted = self._revert({name: tensor(name).detach() for name in group})
                 for on_disk in disk:
                     yield on_disk, reverted[on_disk]
+
+    def convert(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """(name on disk, tensor) of all tensors in memory, in whatever order they come; a group is held until it is whole."""
+        waiting: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in named:
+            group = self._group_of[name]
+            if self._is_rename[group]:
+                yield next(iter(self._disk[group])), tensor
+                continue
+            held = waiting.setdefault(group, {})
+            held[name] = tensor
+            if len(held) == len(self._groups[group]):
+                yield from self._revert(waiting.pop(group)).items()
 
     def parts_from_disk(
         self, folder: TensorFolder, wanted: Mapping[str, object], rows: Callable[[str], slice], suffix: str = ""

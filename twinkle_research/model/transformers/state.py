@@ -139,9 +139,10 @@ class ModelState:
     def load(self, reader: CheckpointReader, state: Mapping[str, Any] | None, load_optimizer: bool) -> None:
         if not reader.has(self.folder):
             held = " and ".join(name for name in ("model", "adapter") if reader.has(name)) or "no weights"
-            raise CheckpointError(
-                f"{reader.path} holds {held}, but this run trains {'an adapter' if self._run.name else 'the model'}"
+            trains = (
+                "an adapter (adapter=none trains the model)" if self._run.name else "the model (adapter=lora adds an adapter)"
             )
+            raise CheckpointError(f"{reader.path} holds {held}, but this run trains {trains}")
         self._check_companions(reader, state if load_optimizer else None)
         self.load_weights(reader.tensors(self.folder, self.stem))
         self._load_part(reader, "critic", "value_head", self._critic, lambda name, part: self._critic[name].copy_(part))
@@ -168,7 +169,8 @@ class ModelState:
         """``state``: None where only weights are loaded; a reference then stays what it is."""
         if bool(self._critic) != reader.has(f"critic{self._inside}"):
             held = ("no", "one: load its weights before") if self._critic else ("a", "none: call")
-            raise CheckpointError(f"{reader.path} holds {held[0]} value head, but this run has {held[1]} add_value_head")
+            order = "" if self._critic else " (before set_optimizer)"
+            raise CheckpointError(f"{reader.path} holds {held[0]} value head, but this run has {held[1]} add_value_head{order}")
         if state is None:
             return
         stored, reference = state.get("reference"), self._run.reference

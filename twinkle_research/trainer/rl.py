@@ -1,0 +1,104 @@
+"""The reinforcement loop: generate, score, advantage, train, sync."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from twinkle_research.data_format import SamplingParams
+from twinkle_research.rollout.batch import RolloutBatch, is_flat, masked, metrics
+from twinkle_research.trainer.config import RlTrainerConfig
+from twinkle_research.trainer.experience import Experience
+from twinkle_research.trainer.loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from twinkle_research.checkpoint.format import CheckpointReader
+    from twinkle_research.dataset.prompts import PromptDataset
+    from twinkle_research.rollout.base import Rollout
+    from twinkle_research.rollout.config import SingleTurnConfig
+    from twinkle_research.sampler.base import Sampler
+
+OPEN_ROLLOUT = "rollouts/open.json"
+
+
+@dataclass
+class RlTrainer(TrainingLoop):
+    """One rollout gives ``inner_epochs`` x prompts_per_step / batch_size optimizer steps."""
+
+    cfg: RlTrainerConfig
+    rollout_cfg: SingleTurnConfig
+    prompts: PromptDataset
+    sampler: Sampler
+    rollout: Rollout
+    experience: Experience
+    params: SamplingParams
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.consumed = 0  # prompts sampled since the start, over all epochs
+        self.batch: RolloutBatch | None = None  # with steps still to make
+
+    def fit(self) -> dict[str, Any]:
+        self.begin()
+        while self.step < self.total_steps:
+            if self.batch is None:
+                self.batch = self.generate()
+            batch = self.batch
+            completions = self.experience.minibatch(batch)
+            features, loss_inputs = self.experience.share(completions)
+            row = self.optimize(features, **loss_inputs) | metrics(completions, batch)
+            batch.done += 1
+            if batch.done == self.experience.steps_per_rollout:
+                self.batch = None
+            self.finish_step(row, tokens=sum(f["length"] for f in features))
+        return self.result()
+
+    def generate(self) -> RolloutBatch:
+        """A full rollout with its advantages. Collective."""
+        self.sync()
+        wanted, drawn = self.rollout_cfg.prompts_per_step, 0
+        completions, counts, n = [], Counter(), self.params.num_samples
+        limit = wanted * (self.rollout_cfg.max_oversampling or 1)
+        while len(completions) < wanted * n and drawn < limit:
+            rows = self.prompts.take(self.consumed, min(wanted - len(completions) // n, limit - drawn))
+            played = self.rollout(self.prompts, rows, self.params, step=self.step, purpose="rollout", first=drawn)
+            counts.update(played.counts)
+            drawn, self.consumed = drawn + len(rows), self.consumed + len(rows)
+            groups = [played.completions[i : i + n] for i in range(0, len(played.completions), n)]
+            keep_all = self.rollout_cfg.max_oversampling is None
+            completions += [c for group in groups if keep_all or not is_flat(group) for c in group]
+        self.sampler.sleep()
+        if self.rollout_cfg.mask_truncated:
+            completions = [replace(c, feature=masked(c.feature)) if c.truncated else c for c in completions]
+        batch = RolloutBatch(self.step, n, completions, drawn, dict(counts))
+        self.experience.complete(batch)
+        # They belong to the step that trains on them first: a resume cuts the records back to the step of its checkpoint.
+        self.tracker.log_samples(self.step + 1, self.experience.shown(batch))
+        return batch
+
+    def sync(self) -> None:
+        """The sampler gets the present weights, once a step."""
+        self.sampler.wake_up()
+        if self.sampler.version != self.step:
+            with self.clock.part("sync"):
+                self.sampler.sync(self.model, self.step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.sync()
+        found = super().evaluate(step)
+        self.sampler.sleep()
+        return found
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def data_state(self) -> dict[str, Any]:
+        return {"epoch": self.consumed // len(self.prompts), "consumed_train_samples": self.consumed}
+
+    def open_files(self) -> dict[str, Any]:
+        return {} if self.batch is None else {OPEN_ROLLOUT: self.batch.to_json()}
+
+    def load_data_state(self, state: dict[str, Any], reader: CheckpointReader) -> None:
+        self.consumed = state["consumed_train_samples"]
+        if reader.has(OPEN_ROLLOUT):
+            self.batch = RolloutBatch.from_json(reader.json(OPEN_ROLLOUT))
