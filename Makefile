@@ -6,9 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 PINS := requirements/torch.txt requirements/cpu.txt requirements/by-hash.txt
 
-# Where `make train` keeps its run; the same folder again continues it, another one starts anew: make train RUN_DIR=runs/second
-RUN_DIR ?= runs/identity
-# More settings for the run: make train ARGS="trainer.max_steps=100 optimizer.lr=1e-4"
+# Where `make train` keeps its two runs; the same folder again continues them, another one starts anew: make train RUNS=second
+RUNS ?= runs
+# More settings for both runs: make train ARGS="seed=1 tracking.wandb.mode=offline"
 ARGS ?=
 # For pytest: make test PYTEST_ARGS="tests/loss -x"
 PYTEST_ARGS ?=
@@ -18,7 +18,7 @@ TEST_PROCESSES ?= 2
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make train    fine-tune SmolLM2-135M on the identity rows and write a report (RUN_DIR=..., ARGS=...)"
+	@echo "make train    fine-tune SmolLM2-135M on the identity rows, then reinforce a tiny model on sums, and write a report (RUNS=..., ARGS=...)"
 	@echo "make test     run the tests (PYTEST_ARGS=...); make test-all also the long ones, of many processes"
 	@echo "make lint     check style and formatting; make format applies them"
 	@echo "make bench    run the benchmarks"
@@ -42,10 +42,12 @@ $(INSTALLED): $(PINS) setup.py pyproject.toml
 	@touch $@
 
 train: $(INSTALLED)
-	$(BIN)/python train.py run_dir=$(RUN_DIR) $(ARGS)
+	$(BIN)/python train.py run_dir=$(RUNS)/identity $(ARGS)
+	$(BIN)/python train.py loss=grpo run_dir=$(RUNS)/sums $(ARGS)
+	$(BIN)/python -m twinkle_research.report $(RUNS)/identity $(RUNS)/sums -o $(RUNS)/report.html
 	@echo
-	@echo "report:     $(RUN_DIR)/report.html"
-	@echo "talk to it: $(BIN)/python -m twinkle_research.chat $(RUN_DIR)"
+	@echo "both runs:  $(RUNS)/report.html"
+	@echo "talk to it: $(BIN)/python -m twinkle_research.chat $(RUNS)/identity"
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
@@ -65,6 +67,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/config_startup.py
 	$(BIN)/python benchmarks/sft_step.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/data_scale.py
 
 clean:

@@ -37,6 +37,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "packaging>=24",
         "ruff>=0.12",
+        "trl>=1.16,<1.17",  # its losses are what ours are compared with
     ],
 }
 
@@ -53,7 +54,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["twinkle_research", "twinkle_research.*"]) + conf_packages,
     package_dir={"twinkle_research.conf": "conf"},
-    package_data={"": ["*.yaml", "*.jsonl", "*.jinja", "*.js", "*.css"]},
+    package_data={"": ["*.yaml", "*.jsonl", "*.jinja", "*.js", "*.css", "*.safetensors"]},
     install_requires=[
         "torch>=2.7",
         "transformers>=5.0,<6",

@@ -25,8 +25,9 @@ def commands(start: str) -> list[str]:
 @pytest.mark.parametrize("command", [c for c in commands("python train.py") if "eval_only" not in c])
 def test_train_commands_compose(command, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    for name in ("rows", "a", "b"):
+    for name in ("rows", "a", "b", "train", "test", "prompts", "pairs"):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ROW)}\n" * 32)
+    (tmp_path / "rewards.py").write_text("def close(completion, answer):\n    return 1.0\n")
     words = shlex.split(command)[2:]
     changes_nothing = {"--help", "--cfg", "dry_run=true"}.intersection(words)
     assert main(words if changes_nothing else [*words, "dry_run=true"]) == 0, capfd.readouterr().err

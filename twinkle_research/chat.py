@@ -91,10 +91,10 @@ def say(chat: Chat, text: str, out: TextIO) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     description = f"Talk to a trained model. {HELP}."
     parser = argparse.ArgumentParser(prog="python -m twinkle_research.chat", description=description)
-    parser.add_argument("target", help="run folder, checkpoint, PEFT or model folder, tiny, smollm2_135m, or a hub id")
+    parser.add_argument("target", help="run folder, checkpoint, PEFT or model folder, tiny, tiny_sums, smollm2_135m, or a hub id")
     parser.add_argument("--prompt", help="answer this and leave")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--base", help="base model of an adapter: folder, hub id, tiny or smollm2_135m")
+    parser.add_argument("--base", help="base model of an adapter: folder, hub id or name of a shipped model")
     parser.add_argument("--without-adapter", action="store_true", help="let the base model answer, to compare")
     parser.add_argument("--max-tokens", type=int, default=512, help="in one answer (default: 512)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")

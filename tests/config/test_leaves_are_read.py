@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from twinkle_research.advantage import build_advantage
 from twinkle_research.config import cli, compose, to_object
 from twinkle_research.config.keys import all_keys
 from twinkle_research.dataset import build_prompts
 from twinkle_research.dataset.config import MixSource
 from twinkle_research.distributed.env import WorldInfo
+from twinkle_research.loss import build_loss
 from twinkle_research.model.prepare import resolve_model_folder
 from twinkle_research.reward import build_reward
 from twinkle_research.reward.config import RewardPart
@@ -83,7 +85,7 @@ def traced(config: TrainConfig, reads: Reads) -> TrainConfig:
 
 @pytest.fixture(scope="module")
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
-    """What five runs of ``python train.py`` read, in this process."""
+    """What a few runs of ``python train.py`` read, in this process."""
     found: Reads = {}
     folder = tmp_path_factory.mktemp("traced")
     rows = folder / "rows.jsonl"
@@ -118,7 +120,14 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
         pairs.write_text('{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}\n' * 2)
         for loss in ("dpo", "simpo", "orpo", "cpo", "kto_pair"):
             run(loss, f"loss={loss}", f"data.path={pairs}", "trainer.max_steps=1")
+        rewards = folder / "rewards.py"
+        rewards.write_text("def reward(completion):\n    return float(len(completion) % 2)\n")
+        drawn = ["sampler.max_tokens=4", "reward=function", f"reward.path={rewards}:reward", "loss.beta=0.1", "data.eval_rows=2"]
+        refreshed = ["trainer.reference=refreshed", "trainer.reference_every=1", "trainer.epochs=1", "data.rows=2"]
+        run("transformers", "loss=grpo", "sampler=transformers", *drawn, *refreshed)
+        run("vllm", "loss=grpo", "sampler=vllm", *drawn, "trainer.max_steps=1")
     read_by_tasks_and_rewards(folder, found)
+    read_by_losses_and_advantages(found)
     return found
 
 
@@ -138,13 +147,21 @@ def read_by_tasks_and_rewards(folder: Path, reads: Reads) -> None:
         ["data=prompts", f"data.path={prompts}", "reward=numeric"],
         ["reward=format"],
         ["reward=length"],
-        ["reward=function", "reward.path=twinkle_research.reward.GSM8KFormatReward"],
+        ["reward=function", "reward.path=GSM8KFormatReward"],
         ["reward=combined", parts],
     ):
         config = traced(to_object(compose(["model=tiny", "loss=grpo", *words])), reads)
         build_reward(config.reward).close()
         if words[0].startswith("data="):
             build_prompts(config.data, build_template(config.data, resolve_model_folder(config.model)), config.seed)
+
+
+def read_by_losses_and_advantages(reads: Reads) -> None:
+    """What losses on sampled answers and their advantages read; they are built as a run builds them."""
+    for loss in ("grpo", "dr_grpo", "cispo", "sapo", "ppo", "reinforce", "importance_sampling", "rloo"):
+        config = traced(to_object(compose(["model=tiny", f"loss={loss}"])), reads)
+        build_loss(config.loss)
+        build_advantage(config.advantage)
 
 
 def test_every_setting_is_read(reads: Reads, root: Path) -> None:

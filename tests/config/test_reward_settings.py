@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from twinkle_research.config import compose, to_object, validate
+from twinkle_research.config import compose, config_dir, to_object, validate
 from twinkle_research.config.resume import diff, resumable_changes
 from twinkle_research.config.rewardchecks import MANY_QUESTIONS
 from twinkle_research.config.storage import load_config, save_config
@@ -144,6 +145,13 @@ def test_what_a_continued_run_may_change() -> None:
     old, new = (validate(compose([*SAMPLED, "reward=math", f"reward.workers={n}", f"reward.timeout={n}"])) for n in (1, 2))
     changes = diff(old, new)
     assert set(changes) == {"reward.workers", "reward.timeout"} and resumable_changes(changes) == {"reward.workers"}
+
+
+def test_a_part_has_the_defaults_of_the_option() -> None:
+    for name, node in REWARDS.items():
+        stored = OmegaConf.load(config_dir() / "reward" / f"{name}.yaml")
+        del stored["defaults"]
+        assert OmegaConf.merge(OmegaConf.structured(node), stored) == OmegaConf.structured(node), name
 
 
 def test_the_bounds_of_checks_and_code_are_the_same() -> None:

@@ -85,7 +85,11 @@ def test_a_loss_reads_what_it_names_and_nothing_else(name):
 
     def outcome(inputs):
         out = loss(scores, LossInputs(**place, **inputs), 2.0)
-        return [float(out.loss), {k: float(s) for k, (s, _) in out.metrics.items()}, {k: float(v) for k, v in out.maxima.items()}]
+        return [
+            float(out.loss.detach()),
+            {k: float(s.detach()) for k, (s, _) in out.metrics.items()},
+            {k: float(v.detach()) for k, v in out.maxima.items()},
+        ]
 
     for public, field in LOSS_INPUTS.items():
         other = outcome(given | {field: given[field] + 0.5 * torch.rand(shape, generator=g)})

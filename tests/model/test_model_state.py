@@ -1,9 +1,12 @@
 """Saving and resuming a model: bit-exact, loud about what is missing, also inside an open accumulation window."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
 from tiny_models import make_rows
 
 from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
@@ -155,6 +158,41 @@ def test_what_does_not_fit_is_refused(tiny_llama, tmp_path):
         more.resume_from_checkpoint(saved_lora)
     with pytest.raises(CheckpointError, match="set_optimizer"):
         TransformersModel(tiny_llama).resume_from_checkpoint(saved_full)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "window", "last shape", "moment shape", "reference"])
+def test_a_refused_checkpoint_changes_nothing(tiny_llama, tmp_path, what):
+    def made(seed, optimizer=("AdamW", {"lr": 1e-2}), **lora):
+        model = TransformersModel(tiny_llama, seed=seed)
+        model.add_adapter_to_model(
+            "default", LoraConfig(target_modules="all-linear", r=4, lora_alpha=8, **lora), gradient_accumulation_steps=2
+        )
+        model.set_optimizer(optimizer[0], **optimizer[1])
+        return model
+
+    written = made(1, rank_pattern={"layers.1.self_attn.v_proj": 8} if what == "last shape" else {})
+    if what == "reference":
+        written.set_reference("frozen")
+    train(written, 0, 3)
+    saved = written.save("x", str(tmp_path), save_optimizer=True)
+    model = made(2, ("SGD", {"lr": 1e-2, "momentum": 0.9}) if what == "optimizer" else ("AdamW", {"lr": 1e-2}))
+    if what == "window":
+        model.training_state().gradient_accumulation_steps = 3
+    if what in ("moment shape", "reference"):
+        folder, stem = {"moment shape": ("optimizer", "optimizer"), "reference": ("reference", "reference")}[what]
+        tensors = CheckpointReader(saved.checkpoint_dir).tensors(folder, stem)
+        last = list(tensors)[-1]
+        save_file({name: t[:1].clone() if name == last else t.clone() for name, t in tensors.items()}, tmp_path / "other")
+        (tmp_path / "other").replace(Path(saved.checkpoint_dir) / folder / f"{stem}.safetensors")
+    train(model, 5, 3)
+    before, gradients = everything(model), model.training_state().gradients.tensors()
+    gradients, state = {name: g.clone() for name, g in gradients.items()}, model.training_state().state()
+    reader = CheckpointReader(saved.checkpoint_dir)
+    expected = {"optimizer": "written by another", "window": "inside an accumulation window"}.get(what, "has shape")
+    with pytest.raises(CheckpointError, match=expected):
+        model.load_state(reader, reader.json("trainer_state.json")["model"])
+    assert same(everything(model), before) and model.training_state().state() == state
+    assert same(model.training_state().gradients.tensors(), gradients) and model.trained().reference is None
 
 
 def test_the_trainers_checkpoint(tiny_llama, tmp_path):

@@ -245,6 +245,12 @@ def test_all_in_one_checkpoint(tiny_llama, tmp_path):
             assert all(torch.equal(ends[name][key], tensor) for key, tensor in finish(again, name).items()), name
     with pytest.raises(CheckpointError, match="holds the adapters a, b, but this run has c, a"):
         new_model(["c", "a"]).load_state(reader, state)
+    other = new_model(["a", "b"])
+    other.set_optimizer("AdamW", adapter_name="b")
+    before = other.get_state_dict("a")
+    with pytest.raises(CheckpointError, match="written by another optimizer"):
+        other.load_state(reader, state)
+    assert all(torch.equal(before[key], tensor) for key, tensor in other.get_state_dict("a").items())
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     assert PeftModel.from_pretrained(base, tmp_path / "all/adapters/a").peft_config["default"].r == CONFIGS["a"].r
 

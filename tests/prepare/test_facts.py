@@ -26,7 +26,7 @@ from transformers import (
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import ArchitectureConfig
 from twinkle_research.model.facts import linear_module_names, read_facts, tensor_shapes
-from twinkle_research.model.prepare import prepare, smollm2, tiny
+from twinkle_research.model.prepare import prepare, smollm2, tiny, tiny_sums
 
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -225,7 +225,10 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules), sorted(sys.m
     assert torch.__version__
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("tiny", tiny.ARCHITECTURE), ("smollm2_135m", smollm2.ARCHITECTURE)])
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [("tiny", tiny.ARCHITECTURE), ("tiny_sums", tiny_sums.ARCHITECTURE), ("smollm2_135m", smollm2.ARCHITECTURE)],
+)
 def test_the_facts_in_conf_are_those_of_the_recipe(root, name, architecture):
     option = OmegaConf.load(root / "conf" / "model" / f"{name}.yaml")
     assert option.source == name

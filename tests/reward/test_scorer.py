@@ -5,7 +5,7 @@ import math
 import pytest
 from trajectories import sampled
 
-from twinkle_research.errors import ConfigError
+from twinkle_research.errors import ConfigError, DataError, UserError
 from twinkle_research.reward import FunctionReward, Scorer, build_reward
 from twinkle_research.reward.base import Part
 from twinkle_research.reward.config import (
@@ -95,3 +95,40 @@ def test_options_of_parts_are_checked() -> None:
 def test_each_reward_can_be_a_part() -> None:
     assert set(REWARDS) == {name.value for name in PartName}
     assert {skip.name for skip in Unscored} == {"unscored", "skip"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "good", "bad", "reason"),
+    [
+        ("exact", {"answer": "x"}, {"anser": "x"}, "reward=exact needs a column 'answer'; did you mean 'anser'"),
+        ("numeric", {"answer": 7}, {"answer": "seven"}, "reward=numeric needs a number as the answer, got 'seven'"),
+        ("gsm8k", {"answer": "So.\n#### 7"}, {"answer": "So."}, "reward=gsm8k needs a number as the answer, got 'So.'"),
+        ("countdown", {"numbers": [1, 2], "target": 3}, {"numbers": [1, 2]}, "reward=countdown needs a column 'target'"),
+        ("countdown", {"nums": [1, 2], "target": 3}, {"numbers": ["1"], "target": 1}, "a list of whole numbers"),
+        ("math", {"answer": r"\frac12"}, {}, "reward=math needs a column 'answer'"),
+        ("length", {}, None, ""),
+        ("format", {}, None, ""),
+    ],
+)
+def test_rows_are_checked_before_anything_is_sampled(reward: str, good: dict, bad: dict | None, reason: str) -> None:
+    options = {"max_tokens": 9} if reward == "length" else {}
+    prompt = {"messages": [{"role": "user", "content": "?"}], "row": "rows.jsonl:4"}
+    with build_reward(CombinedRewardConfig(parts=[RewardPart(PartName[reward], options=options)])) as scorer:
+        scorer.check([{**prompt, "user_data": [[k, v] for k, v in good.items()]}])
+        if bad is not None:
+            with pytest.raises(DataError, match=f"rows.jsonl:4: .*{reason}"):
+                scorer.check([{**prompt, "user_data": [[k, v] for k, v in bad.items()]}])
+
+
+def test_columns_of_a_function_are_checked_too() -> None:
+    prompt = {"messages": [{"role": "user", "content": "?"}], "row": "rows.jsonl:4", "user_data": [["answer", "x"]]}
+
+    def judge(completion: str, answer: str) -> float:
+        raise AssertionError("nothing is judged yet")
+
+    Scorer([Part("a", 1.0, FunctionReward(judge))]).check([prompt])
+    with pytest.raises(UserError, match="parameter 'anser': rows.jsonl:4 has no such column"):
+        Scorer([Part("a", 1.0, FunctionReward(lambda completion, anser: 0))]).check([prompt])
+    Scorer([Part("a", 1.0, FunctionReward("ExactReward"))]).check([prompt])
+    with pytest.raises(DataError, match="rows.jsonl:4: reward=exact needs"):
+        Scorer([Part("a", 1.0, FunctionReward("ExactReward"))]).check([{**prompt, "user_data": []}])

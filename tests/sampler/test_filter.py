@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from twinkle_research.sampler.filter import draw, filter_logits, penalise_repetition
+from twinkle_research.sampler.filter import draw, filter_logits, kept_ids, penalise_repetition
 
 
 def test_temperature_s12():
@@ -77,3 +77,10 @@ def test_draw_never_leaves_the_kept_set(uniform):
 def test_repetition_penalty():
     logits, seen = torch.tensor([[2.0, -2.0, 3.0]]), torch.tensor([[True, True, False]])
     assert penalise_repetition(logits, seen, 2.0).tolist() == [[1.0, -4.0, 3.0]]
+
+
+def test_kept_ids_are_what_is_not_ruled_out():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 0.0], [5.0, -1.0, 4.0, 4.0, 4.0]])
+    assert kept_ids(filter_logits(logits, top_k=2)) == [[1, 2], [0, 2, 3, 4]]  # ties with the second largest stay
+    assert kept_ids(filter_logits(logits, top_p=0.3)) == [[1], [0]]
+    assert kept_ids(filter_logits(logits)) == [list(range(5))] * 2

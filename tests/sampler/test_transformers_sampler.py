@@ -89,6 +89,19 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(module, sampler, se
             assert got == pytest.approx(logprobs_of(module, prompt, sequence.tokens, params), abs=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{"top_p": 0.8}, {"top_k": 7}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}])
+def test_kept_ids_are_those_drawn_from(module, sampler, settings):
+    params = SamplingParams(max_tokens=10, seed=3, logprobs=1, **settings)
+    for prompt, response in zip(PROMPTS, sampler.sample(PROMPTS, params), strict=True):
+        (sequence,) = response.sequences
+        with torch.no_grad():
+            logits = module(input_ids=torch.tensor([prompt + sequence.tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = filter_logits(logits, params.temperature, params.top_k, params.top_p) > -math.inf
+        assert sequence.kept == [row.nonzero().flatten().tolist() for row in expected]
+    for off in ({}, {"temperature": 0.0, **{k: v for k, v in settings.items() if k != "temperature"}}):
+        assert sampler.sample([[5]], SamplingParams(max_tokens=2, **off))[0].sequences[0].kept is None
+
+
 def test_greedy_logprobs_are_untempered_and_finite_s12(module, sampler):
     (response,) = sampler.sample([PROMPTS[0]], SamplingParams(temperature=0, max_tokens=10, logprobs=1))
     sequence = response.sequences[0]

@@ -2,11 +2,11 @@
 
 import json
 
-from twinkle_research.tracking.summary import answers, closing_summary, loss_curve
+from twinkle_research.tracking.summary import answers, closing_summary, curve
 
 
 def test_curve_has_a_column_for_each_step_and_its_extremes():
-    lines = loss_curve([(step, 8.0 / step) for step in range(1, 9)], width=60).splitlines()[2:]
+    lines = curve("loss", [(step, 8.0 / step) for step in range(1, 9)], width=60).splitlines()[2:]
     bars = [line.split("│")[1] for line in lines if "│" in line]
     assert all(len(bar) == 8 for bar in bars)
     heights = [sum(bar[i] != " " for bar in bars) for i in range(8)]
@@ -16,7 +16,7 @@ def test_curve_has_a_column_for_each_step_and_its_extremes():
 
 
 def test_long_runs_are_averaged_into_the_width_and_equal_losses_are_drawn():
-    bars = loss_curve([(step, 1.0) for step in range(1, 1001)], width=40).splitlines()[-3]
+    bars = curve("loss", [(step, 1.0) for step in range(1, 1001)], width=40).splitlines()[-3]
     assert len(bars.split("│")[1]) == 40 and "1.000" in bars
 
 

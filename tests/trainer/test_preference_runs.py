@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_exactly_and_is_evaluated_alike(tmp_path, command, 
 def test_two_processes_equal_one(tmp_path, command, words):
     """Nine pairs a step over two ranks, a last batch of seven."""
     alone = [word for word in words if not word.startswith(("backend.", "data.packing"))]
-    run = [*command, "trainer.batch_size=9", "trainer.epochs=1", "trainer.eval_every=2"]
+    run = [*command, "trainer.batch_size=9", "trainer.epochs=1", "trainer.micro_batch_size=5"]
     assert train_in_child(tmp_path / "one", *run, *alone) == 0
     assert train_in_child(tmp_path / "two", *run, *words, "launch.nproc_per_node=2") == 0
     for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):

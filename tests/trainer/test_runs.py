@@ -220,6 +220,20 @@ def test_remarks_on_how_a_run_continues(tmp_path, capfd):
     assert "reached step 1 without a checkpoint" in capfd.readouterr().out
 
 
+def test_a_run_that_starts_from_another_says_what_differs(tmp_path, capfd):
+    assert train_in_child(tmp_path / "first", *BASE) == 0
+    start = [*BASE, f"resume={tmp_path / 'first'}"]
+    capfd.readouterr()
+    assert train_in_child(tmp_path / "other", *start, "trainer.max_steps=4", "optimizer.lr=0.25") == 0
+    assert (
+        "settings that differ from those of that run: optimizer.lr 0.0005 -> 0.25, trainer.max_steps 3 -> 4"
+        in capfd.readouterr().out
+    )
+    assert [row["step"] for row in rows(tmp_path / "other")] == [4]
+    assert train_in_child(tmp_path / "none", *start) != 0  # it ends where the other one is
+    assert "is at step 3 already, and this run ends at step 3" in capfd.readouterr().err
+
+
 def killed_in_step_two():
     inner = TrainingLoop.optimize
     TrainingLoop.optimize = lambda self, features: die() if self.step == 1 else inner(self, features)

@@ -179,6 +179,8 @@ RANGES = {
 }
 # Zero would switch off what the setting is for.
 POSITIVE = (
+    "trainer.success_reward",
+    "sampler.kv_cache_gib",
     "adapter.alpha",
     "loss.log_ratio_clamp",
     "loss.correction.low",

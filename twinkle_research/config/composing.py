@@ -30,7 +30,8 @@ from twinkle_research.reward.config import PartName
 from twinkle_research.trainer.config import TrainConfig
 
 BUILT_IN_ROWS = "builtin://"
-DEFAULT_MICRO_BATCH = 4  # rows; what conf/trainer/*.yaml promise where neither micro-batch setting is given
+# Rows, or completions; what conf/trainer/*.yaml promise where neither micro-batch setting is given.
+DEFAULT_MICRO_BATCH = {"sft": 4, "rl": 16}
 
 
 def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
@@ -262,10 +263,12 @@ def _complete(cfg: DictConfig) -> None:
     if "prompts_per_step" in cfg.rollout and cfg.rollout.prompts_per_step is None:
         cfg.rollout.prompts_per_step = trainer.batch_size
     if "micro_batch_size" in trainer and trainer.micro_batch_size is None and trainer.micro_batch_tokens is None:
+        rows = DEFAULT_MICRO_BATCH[trainer.name]
         if data.packing:
-            trainer.micro_batch_tokens = DEFAULT_MICRO_BATCH * data.max_length
+            longest = data.max_length + (cfg.sampler.max_tokens if "max_tokens" in cfg.sampler else 0)
+            trainer.micro_batch_tokens = rows * longest
         else:
-            trainer.micro_batch_size = DEFAULT_MICRO_BATCH
+            trainer.micro_batch_size = rows
 
 
 def _length_of_completions(reward: DictConfig, max_tokens: int | None) -> None:

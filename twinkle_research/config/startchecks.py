@@ -55,9 +55,9 @@ def _other_settings(config: TrainConfig) -> Iterator[str]:
     names = old.optimizer.name, config.optimizer.name
     if not config.eval_only and names[0] != names[1] and not set(names) <= set(_LIKE_ADAM):
         yield (
-            f"resume: the run in {source} has optimizer={names[0]}, whose state optimizer={names[1]} cannot continue. To start from its "
-            "weights alone write them out (python -m twinkle_research.checkpoint to-hf <run> -o <folder>) and give model=hf "
-            "model.path=<folder>"
+            f"resume: the run in {source} has optimizer={names[0]}, whose state optimizer={names[1]} cannot continue. To start "
+            "from its weights alone write them out (python -m twinkle_research.checkpoint to-hf <run> -o <folder>) and give "
+            "model=hf model.path=<folder>"
         )
 
 

@@ -106,7 +106,9 @@ class ListSource(Source):
 
     def rows(self, on_bad: OnBad) -> Iterator[tuple[Origin, Row]]:
         if self._is_spent:
-            raise DataError(f"{self.name}: its rows are a generator, which can be read once only; give a list of them or a Source")
+            raise DataError(
+                f"{self.name}: its rows are a generator, which can be read once only; give a list of them or a Source"
+            )
         self._is_spent = isinstance(self.data, Iterator)
         return ((Origin(self.name, i), row) for i, row in enumerate(self.data))
 

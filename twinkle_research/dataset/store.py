@@ -48,9 +48,7 @@ class FeatureStore:
     ``fingerprint``: SHA-256 over bounds, ids and trained.
     """
 
-    def __init__(
-        self, arrays: dict[str, Any], sources: SourceNames, rows: int, fingerprint: str, folder: str | Path = "memory"
-    ):
+    def __init__(self, arrays: dict[str, Any], sources: SourceNames, rows: int, fingerprint: str, folder: str | Path = "memory"):
         self.ids, self.trained, self.bounds = arrays["ids"], arrays["trained"], arrays["bounds"]
         self.row_numbers = arrays["rows"]
         self._source_of, self._number = arrays["sources"], arrays["numbers"]
@@ -126,7 +124,9 @@ class FeatureWriter:
         self._write("trained", chunk.trained)
         ends = np.cumsum(chunk.lengths, dtype=np.int64)
         self._write("bounds", self.tokens + ends)
-        self._write("checks", [_check(chunk.ids[a:b], chunk.trained[a:b]) for a, b in zip(ends - chunk.lengths, ends, strict=True)])
+        self._write(
+            "checks", [_check(chunk.ids[a:b], chunk.trained[a:b]) for a, b in zip(ends - chunk.lengths, ends, strict=True)]
+        )
         self._write("rows", np.repeat(np.arange(self.rows, self.rows + len(keys)), chunk.counts))
         self._write("sources", np.repeat([self._source(origin) for _, origin in keys], chunk.counts))
         self._write("numbers", np.repeat([origin.number for _, origin in keys], chunk.counts))

@@ -12,7 +12,7 @@ USAGE = f"""usage: python -m twinkle_research.model prepare model=<name> [out=<f
 Writes a shipped model as a Hugging Face folder (config, safetensors weights, tokenizer with chat template).
   model   {", ".join(ModelSource.__members__)}
   out     a new folder; without it the model goes to the cache that training uses
-  dtype   {", ".join(DType.__members__)}; default: float32 for tiny, bfloat16 for smollm2_135m"""
+  dtype   {", ".join(DType.__members__)}; default: float32 for tiny, else bfloat16"""
 
 
 def main(arguments: list[str]) -> int:

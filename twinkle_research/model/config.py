@@ -21,6 +21,7 @@ class Attention(Enum):
 
 class ModelSource(Enum):
     tiny = "tiny"
+    tiny_sums = "tiny_sums"
     smollm2_135m = "smollm2_135m"
 
 

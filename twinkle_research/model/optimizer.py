@@ -196,9 +196,8 @@ class Optimizer:
             return [*slots, "exp_avg", "exp_avg_sq"]
         return [*slots, "momentum"] if part.param_groups[0].get("momentum") else slots
 
-    def start_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
-        """Before ``load``: the slots of each parameter that are to come. Raises CheckpointError where one is missing or
-        unknown, with nothing changed."""
+    def check_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
+        """Raises CheckpointError where a slot of a parameter is missing or unknown."""
         for name in self.parameters:
             expected = self.expected_slots(name) if steps_done else [s for s in self.expected_slots(name) if s == "master"]
             if set(slots[name]) != set(expected):
@@ -207,6 +206,10 @@ class Optimizer:
                     f"{sorted(expected)}: it was written by another optimizer, or by one with other settings. Use that one, or "
                     "load the weights alone"
                 )
+
+    def start_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
+        """Before ``load``: the slots of each parameter that are to come. Raises as ``check_load``, with nothing changed."""
+        self.check_load(slots, steps_done)
         for part in self._parts:
             part.state.clear()
         self.steps_done = steps_done

@@ -246,12 +246,11 @@ class TrainingState:
             "window": window,
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Inverse of ``state``; the optimizer's tensors and the window's gradients are loaded by name elsewhere."""
+    def check_load(self, state: Mapping[str, Any]) -> tuple[int, int, Window]:
+        """``cur_step``, ``schedule_position`` and the window of ``state``. Raises CheckpointError where it is damaged or its
+        window cannot go on here."""
         try:
-            self.cur_step = int(state["cur_step"])
-            self.schedule_position = int(state["schedule_position"])
-            window = Window(**state["window"])
+            step, position, window = int(state["cur_step"]), int(state["schedule_position"]), Window(**state["window"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the training state of the checkpoint is damaged: {error!r}") from error
         if window.calls and state["gradient_accumulation_steps"] != self.gradient_accumulation_steps:
@@ -259,7 +258,11 @@ class TrainingState:
                 f"the checkpoint was saved inside an accumulation window of {state['gradient_accumulation_steps']} calls; "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} cannot continue it"
             )
+        return step, position, window
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Inverse of ``state``; the optimizer's tensors and the window's gradients are loaded by name elsewhere."""
+        self.cur_step, self.schedule_position, self.window = self.check_load(state)
         self.gradients.clear()
-        self.window = window
         if not self.runtime.is_main:
             self.window.count = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ class Reward(ABC):
     @abstractmethod
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
         """One number (or None) for each trajectory, in order."""
+
+    def check(self, trajectory: Trajectory) -> None:  # noqa: B027 (some can judge any row)
+        """Raises DataError for a prompt whose row has not what this reward needs; nothing has been sampled yet."""
 
     def take_counts(self) -> dict[str, int]:
         """What happened since the last call that a person should know of, such as "timeouts"."""
@@ -54,6 +57,12 @@ class Scorer:
     def __init__(self, parts: Sequence[Part], skip_unscored: bool = False):
         self.parts = list(parts)
         self.skip_unscored = skip_unscored
+
+    def check(self, trajectories: Iterable[Trajectory]) -> None:
+        """Looks at all prompts before anything is sampled, so that a bad row does not end a run that has come far."""
+        for trajectory in trajectories:
+            for part in self.parts:
+                part.reward.check(trajectory)
 
     def score(self, trajectories: Sequence[Trajectory]) -> RewardResult:
         parts: dict[str, list[float | None]] = {}

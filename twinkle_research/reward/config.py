@@ -34,7 +34,7 @@ class FormatRewardConfig:
 
     name: str = "format"
     # <a>...</a> for each of them, in this order, each once, and nothing else.
-    tags: List[str] = field(default_factory=list)
+    tags: List[str] = field(default_factory=lambda: ["think", "answer"])
     # Or a regular expression (Python's) for the whole completion; . also matches line ends.
     pattern: Optional[str] = None
 

@@ -27,13 +27,11 @@ class CountdownReward(Reward):
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
         return [self._score(t) for t in trajectories]
 
+    def check(self, trajectory: Trajectory) -> None:
+        _given(trajectory)
+
     def _score(self, trajectory: Trajectory) -> float:
-        numbers = column_of(trajectory, "numbers", "nums", reward="countdown")
-        target = column_of(trajectory, "target", reward="countdown")
-        if not isinstance(numbers, list | tuple) or not all(type(n) is int for n in [*numbers, target]):
-            raise DataError(
-                f"{row_of(trajectory)}: reward=countdown needs 'numbers', a list of whole numbers, and 'target', a whole number"
-            )
+        numbers, target = _given(trajectory)
         try:
             expression = evaluate(expression_of(completion_of(trajectory)))
         except ValueError:
@@ -41,6 +39,17 @@ class CountdownReward(Reward):
         if sorted(expression.numbers) != sorted(numbers):
             return 0.0
         return 1.0 if expression.value == target else self.format_score
+
+
+def _given(trajectory: Trajectory) -> tuple[list[int], int]:
+    """The row's numbers and target."""
+    numbers = column_of(trajectory, "numbers", "nums", reward="countdown")
+    target = column_of(trajectory, "target", reward="countdown")
+    if not isinstance(numbers, list | tuple) or not all(type(n) is int for n in [*numbers, target]):
+        raise DataError(
+            f"{row_of(trajectory)}: reward=countdown needs 'numbers', a list of whole numbers, and 'target', a whole number"
+        )
+    return list(numbers), target
 
 
 def expression_of(completion: str) -> str:

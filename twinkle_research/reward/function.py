@@ -64,6 +64,13 @@ class FunctionReward(Reward):
             results = self._listed(results[0], samples)
         return [self._number(result, sample) for result, sample in zip(results, samples, strict=True)]
 
+    def check(self, trajectory: Trajectory) -> None:
+        """Whether the row has the columns that are asked for. (In a batch it is enough that one row has them.)"""
+        if isinstance(self.function, Reward):
+            self.function.check(trajectory)
+        elif not self.batch:
+            self._arguments([{**trajectory, "completion": ""}])
+
     def take_counts(self) -> dict[str, int]:
         return self.function.take_counts() if isinstance(self.function, Reward) else {}
 

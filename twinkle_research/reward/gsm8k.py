@@ -37,7 +37,10 @@ class GSM8KAccuracyReward(Reward):
         self.format_score = format_score
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
-        return [self._score(completion_of(t), number_answer(t, "gsm8k", "answer", "ground_truth")) for t in trajectories]
+        return [self._score(completion_of(t), _answer(t)) for t in trajectories]
+
+    def check(self, trajectory: Trajectory) -> None:
+        _answer(trajectory)
 
     def _score(self, completion: str, answer: Decimal) -> float:
         marked = marked_number(completion)
@@ -45,6 +48,10 @@ class GSM8KAccuracyReward(Reward):
         if found is not None and abs(found - answer) < TOLERANCE:
             return 1.0
         return 0.0 if marked is None else self.format_score
+
+
+def _answer(trajectory: Trajectory) -> Decimal:
+    return number_answer(trajectory, "gsm8k", "answer", "ground_truth")
 
 
 class GSM8KFormatReward(Reward):

@@ -53,6 +53,9 @@ class MathReward(JudgedReward):
             [{"completion": _result(completion_of(t)), "answer": _result(self._answer(t), boxed=True)} for t in trajectories]
         )
 
+    def check(self, trajectory: Trajectory) -> None:
+        self._answer(trajectory)
+
     def _answer(self, trajectory: Trajectory) -> str:
         return str(column_of(trajectory, self.ground_truth_key, reward="math"))
 

@@ -24,6 +24,9 @@ class ReasoningGymReward(JudgedReward):
     def __init__(self, workers: int = 1, timeout: float = 10.0):
         super().__init__("reasoning_gym", "reasoning_gym", "reasoning-gym", workers, timeout)
 
+    def check(self, trajectory: Trajectory) -> None:
+        column_of(trajectory, "reasoning_gym", reward="reasoning_gym")
+
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
         return self.scores([_item(t) for t in trajectories])
 

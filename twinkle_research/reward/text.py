@@ -42,6 +42,9 @@ class ExactReward(Reward):
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
         return [float(self._same(completion_of(t), str(column_of(t, "answer", reward="exact")))) for t in trajectories]
 
+    def check(self, trajectory: Trajectory) -> None:
+        column_of(trajectory, "answer", reward="exact")
+
     def _same(self, completion: str, answer: str) -> bool:
         if self.ignore_case:
             completion, answer = completion.casefold(), answer.casefold()
@@ -56,6 +59,9 @@ class NumericReward(Reward):
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
         return [float(self._right(last_number(completion_of(t)), number_answer(t, "numeric"))) for t in trajectories]
+
+    def check(self, trajectory: Trajectory) -> None:
+        number_answer(trajectory, "numeric")
 
     def _right(self, found: Decimal | None, answer: Decimal) -> bool:
         return found is not None and (found == answer or abs(found - answer) <= self.tolerance)

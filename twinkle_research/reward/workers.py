@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from twinkle_research.errors import UserError
 
 START_SECONDS = 180.0
+_END_SECONDS = 2.0
 _PROGRAM = Path(__file__).with_name("judge.py")
 
 
@@ -66,7 +67,9 @@ class WorkerPool:
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.kill()
+            worker.process.stdin.close()  # which ends those that are idle
+        for worker in self._workers:
+            worker.kill(after=_END_SECONDS)
 
 
 class _Worker:
@@ -93,9 +96,13 @@ class _Worker:
         answer = json.loads(line)
         return Judgement(answer.get("score"), answer.get("problem"))
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+    def kill(self, after: float = 0.0) -> None:
+        """Ends the process; it has ``after`` seconds to do so by itself."""
+        try:
+            self.process.wait(after)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
         self.process.stdin.close()
         self.process.stdout.close()
         self.messages.close()
@@ -114,6 +121,8 @@ class _Worker:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
         )
         self._buffer = b""
+        self._poll = select.poll()  # select() itself cannot wait for files with a number above 1023
+        self._poll.register(self.process.stdout, select.POLLIN)
 
     def _await_ready(self) -> None:
         line = self._line(START_SECONDS)
@@ -131,7 +140,7 @@ class _Worker:
         deadline = time.monotonic() + seconds
         while b"\n" not in self._buffer:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+            if left <= 0 or not self._poll.poll(1000 * left):
                 return None
             read = os.read(self.process.stdout.fileno(), 65536)
             if not read:

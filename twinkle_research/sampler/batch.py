@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+
+from twinkle_research.sampler.attention import grouped_attention
+from twinkle_research.sampler.cache import SlabCache
 
 
 @dataclass
@@ -17,7 +19,7 @@ class BatchState:
     ids: Tensor  # [B, P] prompts
     mask: Tensor | None  # [B, tokens so far]; None where no row is padded (cheaper attention)
     lengths: Tensor  # [B] tokens so far, without padding
-    cache: DynamicCache
+    cache: SlabCache
     logits: Tensor  # [B, V] of the next token
 
     @classmethod
@@ -28,7 +30,7 @@ class BatchState:
         lengths = torch.tensor([len(ids) for ids in prompts], device=device)
         padded = any(len(ids) < width for ids in prompts)
         mask = (torch.arange(width, device=device) >= (width - lengths).unsqueeze(1)).long() if padded else None
-        return cls(ids, mask, lengths, DynamicCache(config=module.config), torch.empty(0, device=device))
+        return cls(ids, mask, lengths, SlabCache(module.config), torch.empty(0, device=device))
 
     @torch.no_grad()
     def prefill(self, module: nn.Module) -> None:
@@ -51,7 +53,8 @@ class BatchState:
         ids = torch.tensor(tokens, device=self.ids.device).unsqueeze(1)
         if self.mask is not None:
             self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
-        self.logits = self._forward(module, ids, self.lengths.unsqueeze(1), keep=1)[:, -1]
+        with grouped_attention(module):
+            self.logits = self._forward(module, ids, self.lengths.unsqueeze(1), keep=1)[:, -1]
         self.lengths = self.lengths + 1
 
     def select(self, rows: list[int]) -> None:
@@ -60,6 +63,15 @@ class BatchState:
             return
         index = torch.tensor(rows, device=self.ids.device)
         self.cache.reorder_cache(index)
+        self._take(index)
+
+    def close_up(self, rows: list[int]) -> None:
+        """Keeps these rows: row i is i, or comes from behind those that stay. Copies only what moves."""
+        index = torch.tensor(rows, device=self.ids.device)
+        self.cache.close_up(rows, index)
+        self._take(index)
+
+    def _take(self, index: Tensor) -> None:
         self.lengths, self.logits = self.lengths[index], self.logits[index]
         self.mask = self.mask[index] if self.mask is not None else None
 

@@ -13,7 +13,8 @@ import torch
 
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import UserError
-from twinkle_research.model.facts import Facts, read_facts
+from twinkle_research.model.facts import Facts, read_facts, read_json
+from twinkle_research.sampler.choice import vllm_obstacle
 from twinkle_research.sampler.draws import Uniforms
 from twinkle_research.sampler.isolation import contained_construction, isolated_generators, shut_down
 from twinkle_research.sampler.keyed import Draws, KeyedDraw
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 _CPU_BLOCK = 32  # tokens of a KV block; the CPU's attention takes multiples of 32
 _USUAL_PROMPT, _USUAL_CONTEXT = 256, 8192  # tokens, for the size of a CPU's KV cache
+_LARGE = 2**19
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's kernels
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,9 @@ class Engine:
     def __init__(self, folder: str | Path, runtime: Runtime, options: EngineOptions) -> None:
         self.device = runtime.device
         ranks = {"RANK": runtime.rank, "LOCAL_RANK": self.device.index or runtime.local_rank, "WORLD_SIZE": runtime.world_size}
+        obstacle = vllm_obstacle(read_facts(folder), self.device.type == "cpu")
+        if obstacle:
+            raise UserError(f"vLLM cannot sample the model in {folder}: {obstacle}; write sampler=transformers")
         several = {name: str(n) for name, n in ranks.items()} if runtime.world_size > 1 else {}
         try:
             with engine_environment(self.device.type, several), contained_construction(self.device):
@@ -81,6 +86,8 @@ class Engine:
         self.runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.keyed = KeyedDraw(self.runner)
         self.runner.sampler.topk_topp_sampler = self.keyed
+        if self.device.type == "cpu":
+            _speed_up_large_layers(self.runner.model)
         self.config = self._engine.model_config
         self.max_model_len: int = self.config.max_model_len
         self.vocab_size: int = self.config.get_vocab_size()
@@ -199,7 +206,26 @@ def _build(arguments: dict[str, Any], device: torch.device) -> LLM:
 
         ops._supports_onednn = False  # it packs weights away, so that none can be pushed in place
         torch.ops._C.init_cpu_memory_env = lambda nodes: None  # would bind the trainer's memory to a node
+    _import_model(arguments["model"])
     return vllm.LLM(**arguments)
+
+
+def _speed_up_large_layers(model: nn.Module) -> None:
+    """For few rows and large float32 matrices oneDNN's product takes half to nine tenths of the time of torch's (MKL's)."""
+    product = torch.ops.mkldnn._linear_pointwise
+    for layer in model.modules():
+        # Set by vLLM on layers that it multiplies by this function; reads the weight anew each time.
+        if "cpu_linear" in vars(layer) and layer.weight.dtype is torch.float32 and layer.weight.numel() >= _LARGE:
+            layer.cpu_linear = lambda x, weight, bias: product(x, weight, bias, "none", [], "")
+
+
+def _import_model(folder: str) -> None:
+    """vLLM looks at a model's class in a process of its own, for ten seconds or so, unless it is imported already."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in read_json(Path(folder) / "config.json").get("architectures") or ():
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _arguments(folder: str | Path, runtime: Runtime, options: EngineOptions) -> dict[str, Any]:

@@ -22,8 +22,9 @@ from twinkle_research.sampler.weightmap import WeightMap, tagged
 if TYPE_CHECKING:
     from twinkle_research.model.base import TwinkleModel
 
-_PROBE_TOKENS = 12
-# Largest difference of a log-probability between trainer and engine that rounding explains, by the coarser of their dtypes.
+_PROBE_TOKENS = 6
+# Mean difference of the probe's log-probabilities between trainer and engine that rounding explains, by the coarser of their
+# dtypes. On random text, where it is largest, SmolLM2-135M has 1e-5 in float32 and 0.09 (single tokens 1.1) in bfloat16.
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
@@ -131,15 +132,14 @@ class WeightSync:
         request = Request(ids, scoring_params(0), lora=self.lora)
         self.engine.run([request])
         engine = [entries[0][1] for entries in request.prompt_logprobs[1:]]
-        gaps = [abs(ours - theirs) for ours, theirs in zip(trainer, engine, strict=True)]
-        worst = max(gaps) if all(map(math.isfinite, gaps)) else math.nan
+        gap = math.fsum(abs(ours - theirs) for ours, theirs in zip(trainer, engine, strict=True)) / len(engine)
         coarsest = max(self._dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        if self.runtime.any(not worst <= PROBE_TOLERANCE[coarsest]):
+        if self.runtime.any(not gap <= PROBE_TOLERANCE[coarsest]):
             raise UserError(
-                f"trainer and sampler disagree after a sync: log-probabilities of one text differ by up to {worst:.3g}, more than "
-                f"the {PROBE_TOLERANCE[coarsest]:g} of {coarsest}, though the weights are the same by their checksums"
+                f"trainer and sampler disagree after a sync: log-probabilities of one text differ by {gap:.3g} on average, more "
+                f"than the {PROBE_TOLERANCE[coarsest]:g} of {coarsest}, though the weights are the same by their checksums"
             )
-        return {"sync/probe_gap": worst, "sync/probe_seconds": time.perf_counter() - start}
+        return {"sync/probe_gap": gap, "sync/probe_seconds": time.perf_counter() - start}
 
 
 def probe_ids(engine: Engine) -> list[int]:

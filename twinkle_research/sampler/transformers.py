@@ -225,13 +225,13 @@ class TransformersSampler(Sampler):
             for row, token in zip(live, tokens, strict=True):
                 row.add(token, stops)
             yield
-            going_on = [i for i, row in enumerate(live) if row.stop_reason is None]
+            going_on = _closed_up([row.stop_reason is None for row in live])
             if not going_on:
                 return
             if len(going_on) < len(live):
                 live = [live[i] for i in going_on]
                 tokens = [tokens[i] for i in going_on]
-                state.select(going_on)
+                state.close_up(going_on)
                 seen = seen[going_on] if seen is not None else None
             if seen is not None:
                 seen[range(len(live)), tokens] = True
@@ -255,7 +255,9 @@ class TransformersSampler(Sampler):
             if not math.isfinite(logprob):
                 raise NonFiniteLogits(f"{row.prompt.name}: the model gives NaN or infinite logits at its token {len(row.tokens)}")
         if params.logprobs is not None:
-            entries = _entries(logits - normaliser.unsqueeze(-1), tokens, logprobs, params.logprobs)
+            entries = [[pair] for pair in zip(tokens, logprobs, strict=True)]
+            if params.logprobs > 1:
+                _add_others(entries, logits - normaliser.unsqueeze(-1), params.logprobs)
             for row, entry in zip(live, entries, strict=True):
                 row.logprobs.append(entry)
         return tokens
@@ -286,6 +288,13 @@ def _batches(rows: list[_Row], max_rows: int, same_length: bool) -> Iterator[lis
         yield batch
 
 
+def _closed_up(alive: list[bool]) -> list[int]:
+    """The rows that go on, each in its place; those at the end fill the places of the others."""
+    count = sum(alive)
+    last = (i for i in range(len(alive) - 1, count - 1, -1) if alive[i])
+    return [i if alive[i] else next(last) for i in range(count)]
+
+
 def _seen_tokens(rows: list[_Row], logits: Tensor) -> Tensor:
     """[B, V], True for the tokens of each row's prompt."""
     seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -294,16 +303,12 @@ def _seen_tokens(rows: list[_Row], logits: Tensor) -> Tensor:
     return seen
 
 
-def _entries(logprobs_BV: Tensor, tokens: list[int], chosen: list[float], count: int) -> list[list[tuple[int, float]]]:
-    """For each row ``count`` (token, logprob) pairs: the sampled one, then the most likely others of the kept set."""
-    entries = [[pair] for pair in zip(tokens, chosen, strict=True)]
-    if count <= 1:
-        return entries
+def _add_others(entries: list[list[tuple[int, float]]], logprobs_BV: Tensor, count: int) -> None:
+    """To each row's (sampled token, logprob) the most likely others of the kept set, up to ``count`` in all."""
     top = logprobs_BV.topk(min(count, logprobs_BV.shape[-1]), dim=-1)
     for row, ids, values in zip(entries, top.indices.tolist(), top.values.tolist(), strict=True):
         others = [(i, v) for i, v in zip(ids, values, strict=True) if i != row[0][0] and v > -math.inf]
         row.extend(others[: count - 1])
-    return entries
 
 
 def _score(prompts: list[_Prompt], start: int, logprobs: Tensor, count: int) -> None:

@@ -189,8 +189,8 @@ class Template:
     def _chat_texts(self, row: Conversation | TextPair, add_generation_prompt: bool) -> list[TrainedText]:
         if self.train_on == "all" and isinstance(row, Conversation) and not add_generation_prompt and not all(row.weights):
             raise DataError(
-                f"messages[{row.weights.index(False)}].weight is 0 (not trained), but with train_on=all every token is; remove the "
-                "weight, or set data.train_on=assistant"
+                f"messages[{row.weights.index(False)}].weight is 0 (not trained), but with train_on=all every token is; remove "
+                "the weight, or set data.train_on=assistant"
             )
         conversation = self._conversation(row, add_generation_prompt)
         if add_generation_prompt:

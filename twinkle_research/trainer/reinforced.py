@@ -43,6 +43,8 @@ class ReinforcedParts:
             raise DataError("the ranks have different prompts: the files differ between the machines")
         self.fingerprint = fingerprints[0]
         self.scorer = build_reward(cfg.reward)
+        for prompts in filter(None, (self.prompts, self.eval_prompts)):
+            self.scorer.check(prompts.trajectory(i) for i in range(len(prompts)))
         self.sampler: Sampler | None = None  # made in ``attach``
 
     def attach(self, model: TwinkleModel, model_folder: Path, clock: StepClock) -> None:

@@ -93,7 +93,7 @@ def _made(dataset: str, seed: int, options: str) -> Iterator[Iterator[tuple[str,
         try:
             yield _lines(process, dataset, options)
         finally:
-            process.kill()
+            process.terminate()
 
 
 def _lines(process: subprocess.Popen[str], dataset: str, options: str) -> Iterator[tuple[str, str]]:

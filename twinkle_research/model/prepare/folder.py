@@ -20,7 +20,7 @@ from twinkle_research.durable import fsync_path
 from twinkle_research.errors import ConfigError, UserError, nearest
 from twinkle_research.model.config import DType, ModelConfig, ModelSource
 from twinkle_research.model.facts import Facts, read_facts
-from twinkle_research.model.prepare import smollm2, tiny
+from twinkle_research.model.prepare import smollm2, tiny, tiny_sums
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _CACHE_HINT = "the environment variable TWINKLE_CACHE names another place for prepared models"
@@ -38,6 +38,7 @@ class Recipe:
 
 RECIPES = {
     ModelSource.tiny: Recipe(tiny.write, lambda: "seeded", DType.float32),
+    ModelSource.tiny_sums: Recipe(tiny_sums.write, tiny_sums.source_id, DType.bfloat16),
     ModelSource.smollm2_135m: Recipe(smollm2.write, smollm2.source_id, DType.bfloat16),
 }
 
@@ -47,7 +48,7 @@ def prepare(name: str | ModelSource, out: str | Path | None = None, dtype: str |
 
     Without ``out`` the folder lies in the cache ($TWINKLE_CACHE, else ~/.cache/twinkle_research) and is made only
     once, whatever number of processes ask at once. ``out`` must not exist or be empty. ``dtype`` defaults to the
-    recipe's: float32 for tiny, bfloat16 for smollm2_135m. Raises ConfigError for an unknown name.
+    recipe's: float32 for tiny, else bfloat16. Raises ConfigError for an unknown name.
     """
     source, recipe = _recipe(name)
     kind = _dtype(dtype) if dtype is not None else recipe.dtype

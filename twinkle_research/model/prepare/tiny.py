@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from twinkle_research.model.config import ArchitectureConfig, DType
 from twinkle_research.model.facts import tensor_shapes
 from twinkle_research.model.prepare.tokenizer import END_ID, PAD_ID, VOCAB_SIZE, write_tiny_tokenizer
 from twinkle_research.randomness import derive_seed
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARCHITECTURE = ArchitectureConfig(
     model_type="qwen3", vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=384, num_layers=4, num_heads=4,
@@ -58,12 +62,18 @@ def model_config(dtype: DType) -> dict:
 def write(folder: Path, dtype: DType) -> None:
     """Writes the model as a Hugging Face folder."""
     import torch
-    from safetensors.torch import save_file
 
     tensors = {
         name: torch.from_numpy(initial_values(name, shape)).to(getattr(torch, dtype.value))
         for name, shape in tensor_shapes(ARCHITECTURE).items()
     }
+    write_folder(folder, tensors, dtype)
+
+
+def write_folder(folder: Path, tensors: dict[str, Tensor], dtype: DType) -> None:
+    """Weights of this architecture, in ``dtype``, with the config and tokenizer that belong to them."""
+    from safetensors.torch import save_file
+
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(model_config(dtype), indent=1), encoding="utf-8")
     generation = {"eos_token_id": END_ID, "pad_token_id": PAD_ID}

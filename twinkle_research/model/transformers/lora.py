@@ -372,11 +372,10 @@ def whole(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _merge(layer: Any, adapter: str) -> Tensor:
     base = whole(layer.get_base_layer().weight)
-    weight = base.to(torch.promote_types(base.dtype, torch.float32))
-    merged = weight + layer.get_delta_weight(adapter).to(weight.dtype)
+    merged = layer.get_delta_weight(adapter).to(torch.promote_types(base.dtype, torch.float32)).add_(base)
     if layer.use_dora[adapter]:
         dims = 0 if layer.fan_in_fan_out else 1
-        magnitude = layer.lora_magnitude_vector[adapter].weight.to(weight.dtype)
+        magnitude = layer.lora_magnitude_vector[adapter].weight.to(merged.dtype)
         norm = torch.linalg.vector_norm(merged, dim=dims)
         merged = merged * (magnitude / norm).unsqueeze(dims)
     return merged.to(base.dtype)

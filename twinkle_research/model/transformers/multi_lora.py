@@ -97,8 +97,8 @@ class MultiLoraTransformersModel(TransformersModel):
         wanted = [adapter_name] if adapter_name else self.adapters
         if not set(wanted) <= set(stored) or (adapter_name is None and set(wanted) != set(stored)):
             raise CheckpointError(f"{reader.path} holds the adapters {', '.join(stored)}, but this run has {', '.join(wanted)}")
-        for name in wanted:
-            ModelState(self, name, True).load(reader, stored[name], load_optimizer)
+        for load in [ModelState(self, name, True).plan(reader, stored[name], load_optimizer) for name in wanted]:
+            load()
 
     def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
         """Raises UserError: only adapters are trained here."""

@@ -103,20 +103,25 @@ class DiskNames:
             if len(held) == len(self._groups[group]):
                 yield from self._revert(waiting.pop(group)).items()
 
-    def parts_from_disk(
-        self, folder: TensorFolder, wanted: Mapping[str, object], rows: Callable[[str], slice], suffix: str = ""
-    ) -> Iterator[tuple[str, Tensor]]:
-        """(name in memory, ``rows(name)`` of its tensor), inverse of ``to_disk``, for the tensors that ``wanted`` names; on
-        disk ``suffix`` stands behind each name. At most one whole group is held. Raises CheckpointError for a wrong shape."""
-        for group, disk, is_rename in zip(self._groups, self._disk, self._is_rename, strict=True):
-            if group[0] not in wanted:
-                continue
-            for on_disk, meta in disk.items():
+    def check(self, folder: TensorFolder, wanted: Mapping[str, object], suffix: str = "") -> None:
+        """Raises CheckpointError where a tensor that ``parts_from_disk`` would read is missing or has another shape."""
+        for group, disk in zip(self._groups, self._disk, strict=True):
+            for on_disk, meta in disk.items() if group[0] in wanted else ():
                 found = folder.spec(on_disk + suffix).shape
                 if found != tuple(meta.shape):
                     raise CheckpointError(
                         f"tensor {on_disk}{suffix} has shape {found} in {folder.path}, {tuple(meta.shape)} in the model"
                     )
+
+    def parts_from_disk(
+        self, folder: TensorFolder, wanted: Mapping[str, object], rows: Callable[[str], slice], suffix: str = ""
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name in memory, ``rows(name)`` of its tensor), inverse of ``to_disk``, for the tensors that ``wanted`` names; on
+        disk ``suffix`` stands behind each name. At most one whole group is held. Raises as ``check``, before the first."""
+        self.check(folder, wanted, suffix)
+        for group, disk, is_rename in zip(self._groups, self._disk, self._is_rename, strict=True):
+            if group[0] not in wanted:
+                continue
             if is_rename:
                 yield group[0], folder.part(next(iter(disk)) + suffix, rows(group[0]))
             else:

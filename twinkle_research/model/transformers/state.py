@@ -7,6 +7,7 @@ where transformers keeps it in another form than on disk, as the stacked experts
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
     from twinkle_research.model.transformers.model import TransformersModel
 
 SLOT_ORDER = ("master", "exp_avg", "exp_avg_sq", "momentum")
+Slots = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of a checkpoint, by name in memory in ``wanted``, each of which goes to ``put``. ``suffix``: as it has them."""
+
+    tensors: TensorFolder
+    wanted: Mapping[str, object]
+    put: Callable[[str, Tensor], Any]
+    suffix: str = ""
 
 
 class ModelState:
@@ -38,7 +50,7 @@ class ModelState:
         self._run: Trained = model.trained(adapter_name)
         self._training: TrainingState = self._run.training
         self._layout: Layout = self._training.layout
-        policy = {name: p for name, p in self._training.parameters.items() if not name.startswith(PREFIX)}
+        self._policy = policy = {n: p for n, p in self._training.parameters.items() if not n.startswith(PREFIX)}
         self._critic = {name: p for name, p in self._training.parameters.items() if name.startswith(PREFIX)}
         critic = {name: p.shape for name, p in self._critic.items()}
         self._inside = f"/{self._run.name}" if among_others else ""
@@ -137,6 +149,11 @@ class ModelState:
     # --- loading ------------------------------------------------------------------------------------------------
 
     def load(self, reader: CheckpointReader, state: Mapping[str, Any] | None, load_optimizer: bool) -> None:
+        """Raises CheckpointError where the checkpoint does not fit; nothing has changed then."""
+        self.plan(reader, state, load_optimizer)()
+
+    def plan(self, reader: CheckpointReader, state: Mapping[str, Any] | None, load_optimizer: bool) -> Callable[[], None]:
+        """Checks everything that ``load`` would put in place, and returns what does so."""
         if not reader.has(self.folder):
             held = " and ".join(name for name in ("model", "adapter") if reader.has(name)) or "no weights"
             trains = (
@@ -144,26 +161,40 @@ class ModelState:
             )
             raise CheckpointError(f"{reader.path} holds {held}, but this run trains {trains}")
         self._check_companions(reader, state if load_optimizer else None)
-        self.load_weights(reader.tensors(self.folder, self.stem))
-        self._load_part(reader, "critic", "value_head", self._critic, lambda name, part: self._critic[name].copy_(part))
-        training = self._training
-        if not load_optimizer:
-            if training.optimizer is not None:
+        parts = [self._weights_part(reader.tensors(self.folder, self.stem))]
+        if self._critic:
+            parts.append(Part(reader.tensors(f"critic{self._inside}", "value_head"), self._critic, _copy_into(self._critic)))
+        training, reference = self._training, None
+        slots: Slots = {}
+        if load_optimizer:
+            if training.optimizer is None:
+                raise CheckpointError("set_optimizer must come before a checkpoint is loaded with its optimizer state")
+            if state is None or state["optimizer"] is None:
+                raise CheckpointError(f"{reader.path} was saved without optimizer state: only its weights can be loaded")
+            reference = state.get("reference")
+            slots, more = self._optimizer_parts(reader, int(state["optimizer_steps"]))
+            parts += more + self._window_parts(reader, state)
+            if reference not in (None, "base"):
+                tensors = reader.tensors(f"reference{self._inside}", "reference")
+                parts.append(Part(tensors, self._policy, lambda name, part: self._run.reference.load(name, part)))
+        for part in parts:
+            self.names.check(part.tensors, part.wanted, part.suffix)
+
+        def load() -> None:
+            if reference is not None and self._run.reference is None:
+                self._model.set_reference(reference, self._run.name)
+            self._layout.release()
+            if load_optimizer:
+                training.optimizer.start_load(slots, int(state["optimizer_steps"]))
+                training.load(state)
+            with torch.no_grad():
+                for part in parts:
+                    for name, tensor in self.names.parts_from_disk(part.tensors, part.wanted, self._layout.rows, part.suffix):
+                        part.put(name, tensor)
+            if not load_optimizer and training.optimizer is not None:
                 training.set_optimizer(training.optimizer.spec)
-            return
-        if training.optimizer is None:
-            raise CheckpointError("set_optimizer must come before a checkpoint is loaded with its optimizer state")
-        if state is None or state["optimizer"] is None:
-            raise CheckpointError(f"{reader.path} was saved without optimizer state: only its weights can be loaded")
-        self._load_optimizer(reader, int(state["optimizer_steps"]))
-        training.load(state)
-        if self._run.reference is not None:
-            self._load_part(reader, "reference", "reference", self._run.reference.copy, self._run.reference.load)
-        if training.window.has_gradients:
-            tensors = reader.tensors(f"window{self._inside}", "gradients")
-            for name, gradient in self.names.parts_from_disk(tensors, training.parameters, self._layout.rows, ".grad"):
-                if training.runtime.is_main or self._layout.is_sharded(name):
-                    training.gradients.add_(name, gradient)
+
+        return load
 
     def _check_companions(self, reader: CheckpointReader, state: Mapping[str, Any] | None) -> None:
         """``state``: None where only weights are loaded; a reference then stays what it is."""
@@ -174,33 +205,27 @@ class ModelState:
         if state is None:
             return
         stored, reference = state.get("reference"), self._run.reference
-        if reference is None and stored is not None:
-            self._model.set_reference(stored, self._run.name)
-        elif reference is not None and reference.kind != stored:
+        if reference is not None and reference.kind != stored:
             raise CheckpointError(f"{reader.path} holds the reference {stored or 'none'!r}, but this run has {reference.kind!r}")
 
-    @torch.no_grad()
-    def _load_part(
-        self, reader: CheckpointReader, folder: str, stem: str, wanted: Mapping[str, Tensor], put: Callable[[str, Tensor], Any]
-    ) -> None:
-        if wanted:
-            tensors = reader.tensors(folder + self._inside, stem)
-            for name, part in self.names.parts_from_disk(tensors, wanted, self._layout.rows):
-                put(name, part)
-
-    @torch.no_grad()
     def load_weights(self, tensors: TensorFolder) -> None:
-        """Raises CheckpointError for a missing or an unknown tensor; nothing is loaded then."""
+        """Raises CheckpointError for a tensor that is missing, unknown or of another shape; nothing is loaded then."""
+        part = self._weights_part(tensors)
+        self.names.check(tensors, part.wanted)
+        self._layout.release()
+        with torch.no_grad():
+            for name, tensor in self.names.parts_from_disk(tensors, part.wanted, self._layout.rows):
+                part.put(name, tensor)
+
+    def _weights_part(self, tensors: TensorFolder) -> Part:
         expected = {on_disk for name in self.weights for on_disk in self.names.of(name)}
         for missing in sorted(expected - set(tensors)):
             raise CheckpointError(f"{tensors.path}: tensor {missing} is missing")
         for extra in sorted(set(tensors) - expected - set(self.aliases)):
             raise CheckpointError(f"{tensors.path}: tensor {extra} is not part of this model")
-        self._layout.release()
-        for name, part in self.names.parts_from_disk(tensors, self.weights, self._layout.rows):
-            self.weights[name].copy_(part)
+        return Part(tensors, self.weights, _copy_into(self.weights))
 
-    def _load_optimizer(self, reader: CheckpointReader, steps_done: int) -> None:
+    def _optimizer_parts(self, reader: CheckpointReader, steps_done: int) -> tuple[Slots, list[Part]]:
         optimizer = self._training.optimizer
         folder = f"optimizer{self._inside}"
         tensors = reader.tensors(folder, "optimizer") if reader.has(folder) else {}
@@ -213,11 +238,29 @@ class ModelState:
             name: [slot for slot in SLOT_ORDER if all(f"{part}.{slot}" in tensors for part in self.names.of(name))]
             for name in self._training.parameters
         }
-        optimizer.start_load(slots, steps_done)
+        optimizer.check_load(slots, steps_done)
+        parts = []
         for slot in SLOT_ORDER:
             wanted = {name: None for name in slots if slot in slots[name]}
-            for name, part in self.names.parts_from_disk(tensors, wanted, self._layout.rows, f".{slot}") if wanted else ():
-                optimizer.load(name, slot, part)
+            if wanted:
+                parts.append(Part(tensors, wanted, lambda name, part, own=slot: optimizer.load(name, own, part), f".{slot}"))
+        return slots, parts
+
+    def _window_parts(self, reader: CheckpointReader, state: Mapping[str, Any]) -> list[Part]:
+        training = self._training
+        _, _, window = training.check_load(state)
+
+        def put(name: str, gradient: Tensor) -> None:
+            if training.runtime.is_main or self._layout.is_sharded(name):
+                training.gradients.add_(name, gradient)
+
+        if not window.has_gradients:
+            return []
+        return [Part(reader.tensors(f"window{self._inside}", "gradients"), training.parameters, put, ".grad")]
+
+
+def _copy_into(tensors: Mapping[str, Tensor]) -> Callable[[str, Tensor], Any]:
+    return lambda name, part: tensors[name].copy_(part)
 
 
 def class_name(module: torch.nn.Module) -> str:
