@@ -39,7 +39,7 @@ RL = ["loss=grpo", "model=tiny", "sampler=transformers", "sampler.max_tokens=6",
 
 @functools.cache
 def composed(overrides: tuple[str, ...]) -> DictConfig:
-    if any(word in RL for word in overrides):
+    if "model=tiny" in overrides:  # RL, or some of it, which needs none of the other words
         return compose(list(overrides))
     words = [word for word in TINY if "data=mix" not in overrides or not word.startswith("data.limit")]
     return compose([*words, *overrides])
