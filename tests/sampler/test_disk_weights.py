@@ -10,8 +10,9 @@ from twinkle_research.model.prepare import prepare
 from twinkle_research.model.transformers import TransformersModel
 
 MIXTURE = {
-    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 16,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2,
+    "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
 }  # fmt: skip
 
 

@@ -74,6 +74,37 @@ def test_draw_never_leaves_the_kept_set(uniform):
     assert third in (3, 30)
 
 
+def test_draw_is_inversion_over_a_large_vocabulary():
+    """Against one cumulative sum over all tokens, with filtered ones among them, at a size that no block divides."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 5003, generator=generator) * 3
+    logits[:20, torch.randperm(5003, generator=generator)[:4000]] = -math.inf
+    uniforms = torch.rand(40, generator=generator, dtype=torch.float64)
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulative, uniforms.unsqueeze(-1) * cumulative[:, -1:], right=True).squeeze(-1)
+    assert torch.equal(draw(logits, uniforms), expected)
+
+
+def test_top_p_over_a_large_vocabulary():
+    """Whether a row needs the whole vocabulary sorted or not, and whatever other rows need, the set is the definition's."""
+    generator = torch.Generator().manual_seed(1)
+    scales = torch.tensor([0.1, 1.0, 3.0, 8.0] * 4).unsqueeze(-1)
+    logits = torch.randn(16, 3000, generator=generator) * scales
+    logits[8:] = logits[8:].round()  # ties
+    for top_p in (0.3, 0.9, 0.99):
+        together = filter_logits(logits, top_p=top_p)
+        for row in range(16):
+            assert torch.equal(filter_logits(logits[row : row + 1], top_p=top_p)[0], together[row])
+            probs = logits[row].double().softmax(-1)
+            kept = together[row].isfinite()
+            order = logits[row].sort(descending=True, stable=True).indices
+            count = int(kept.sum())
+            assert set(order[:count].tolist()) == set(kept.nonzero().flatten().tolist()), "the likeliest, of ties the first"
+            reached = probs[order].cumsum(-1)
+            assert reached[count - 1] >= top_p - 1e-5
+            assert count == 1 or reached[count - 2] < top_p + 1e-5
+
+
 def test_repetition_penalty():
     logits, seen = torch.tensor([[2.0, -2.0, 3.0]]), torch.tensor([[True, True, False]])
     assert penalise_repetition(logits, seen, 2.0).tolist() == [[1.0, -4.0, 3.0]]

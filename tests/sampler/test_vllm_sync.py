@@ -16,6 +16,7 @@ from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.sampler.engine import EngineOptions
 from twinkle_research.sampler.transformers import TransformersSampler
 from twinkle_research.sampler.vllm import VLLMSampler
+from twinkle_research.sampler.vllm_env import CPU_HEAD_DIMS
 
 pytestmark = needs_vllm
 PARAMS = SamplingParams(max_tokens=16, seed=3, logprobs=1, num_samples=2)
@@ -97,7 +98,10 @@ def test_a_coarser_engine_gets_rounded_weights(model, template):
     sampler.close()
 
 
-def test_what_vllm_cannot_run_is_said(tmp_path):
+def test_what_vllm_cannot_run_is_said(tmp_path, sampler):
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert tuple(CPUAttentionBackend.get_supported_head_sizes()) == CPU_HEAD_DIMS
     small_qwen().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="on a CPU vLLM has no attention for head_dim 16; write sampler=transformers"):
         VLLMSampler(tmp_path)

@@ -75,11 +75,12 @@ def test_exchanged_tensors_are_found():
 def test_parts_over_ranks(dtype):
     """Rows of q, columns of o and rows of the embedding are cut in two; k, v and the rest are in both."""
     ranks = [
-        {"q": torch.zeros(2, 6), "kv": torch.zeros(4, 6), "o": torch.zeros(6, 2), "embed": torch.zeros(3, 6), "norm": torch.zeros(7),
-         "bias": torch.zeros(4)}
+        {
+            name: torch.zeros(shape, dtype=dtype)
+            for name, shape in {"q": (2, 6), "kv": (4, 6), "o": (6, 2), "embed": (3, 6), "norm": (7,), "bias": (4,)}.items()
+        }
         for _ in range(2)
-    ]  # fmt: skip
-    ranks = [{name: tensor.to(dtype) for name, tensor in rank.items()} for rank in ranks]
+    ]
 
     def spread(weights):
         for name, tensor in weights:

@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_exactly_and_is_evaluated_alike(tmp_path, command, 
 @pytest.mark.parametrize(
     "words",
     [
-        [*FULL, "backend.sharding=fsdp2", "optimizer.eps=1e-5"],
+        [*FULL, "backend.sharding=fsdp2", "trainer.micro_batch_size=5", "optimizer.eps=1e-5"],
         pytest.param([*LORA, "scheduler=constant", "loss.loss_type=hinge"], marks=pytest.mark.slow),
         pytest.param([*FULL, "data.packing=true", "optimizer.eps=1e-5"], marks=pytest.mark.slow),
     ],
@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_exactly_and_is_evaluated_alike(tmp_path, command, 
 def test_two_processes_equal_one(tmp_path, command, words):
     """Nine pairs a step over two ranks, a last batch of seven."""
     alone = [word for word in words if not word.startswith(("backend.", "data.packing"))]
-    run = [*command, "trainer.batch_size=9", "trainer.epochs=1", "trainer.micro_batch_size=5"]
+    run = [*command, "trainer.batch_size=9", "trainer.epochs=1"]
     assert train_in_child(tmp_path / "one", *run, *alone) == 0
     assert train_in_child(tmp_path / "two", *run, *words, "launch.nproc_per_node=2") == 0
     for one, two in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):

@@ -17,11 +17,12 @@ train.py: fine-tunes a language model.
 
 _OUTRO = """\
 Examples
-  python train.py model=tiny dry_run=true                               check everything, print the plan, stop
+  python train.py model=tiny dry_run=true                               check all settings, print the plan, stop
   python train.py data=jsonl data.path=rows.jsonl run_dir=runs/mine     your own rows; the same line again continues
   python train.py model.path=Qwen/Qwen3-0.6B data=jsonl data.path=rows.jsonl model.dtype=bfloat16
   python train.py experiment=own_data data.path=rows.jsonl trainer.epochs=2
   python train.py run_dir=runs/mine data=jsonl data.path=rows.jsonl eval_only=true data.eval_path=test.jsonl
+  python train.py loss=grpo                                             reinforcement: a tiny model learns to add
   python train.py launch.nproc_per_node=2                               two processes, data-parallel
   python train.py -m optimizer.lr=1e-4,3e-4 adapter.r=8,16              four runs, one after another, below sweeps/
 
@@ -66,7 +67,8 @@ def overview() -> str:
     for group in (*GROUPS, "experiment"):
         names = sorted(options(group), key=lambda name: name != defaults.get(group))
         if names != ["none"]:
-            lines.append(f"  {group:<11} {' | '.join(names)}")
+            text, indent = " | ".join(names), " " * 14
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=f"  {group:<11} ", subsequent_indent=indent)
     lines += ["", "Settings of the whole run"]
     lines += [_line(key, config_dir() / "train.yaml", key) for key in root_leaves()]
     lines += ["", "Settings that most runs care about (with the default options)"]

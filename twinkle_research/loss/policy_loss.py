@@ -28,6 +28,8 @@ class PolicyLoss(Loss):
     ``correction`` with ``correction_low`` and ``correction_high`` (None: the mode's own): see correction.py.
     ``correction_off_policy_threshold``: see correction.off_policy_mask.
 
+    The entropy bonus and the KL have the weights of the objective; TRL's entropy bonus is always a mean over tokens.
+
     ``old_logprobs`` None means that the policy has not changed since the rows were drawn: the ratio is 1, with gradient.
     Raises UserError where a loss that is to be trained lacks an input. Without gradient (scoring) it counts without.
     """

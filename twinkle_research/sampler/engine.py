@@ -71,7 +71,9 @@ class Engine:
 
     def __init__(self, folder: str | Path, runtime: Runtime, options: EngineOptions) -> None:
         self.device = runtime.device
-        ranks = {"RANK": runtime.rank, "LOCAL_RANK": self.device.index or runtime.local_rank, "WORLD_SIZE": runtime.world_size}
+        # A scheduler may show each process its own GPU only, so the device's number counts.
+        place = runtime.local_rank if self.device.index is None else self.device.index
+        ranks = {"RANK": runtime.rank, "LOCAL_RANK": place, "WORLD_SIZE": runtime.world_size}
         obstacle = vllm_obstacle(read_facts(folder), self.device.type == "cpu")
         if obstacle:
             raise UserError(f"vLLM cannot sample the model in {folder}: {obstacle}; write sampler=transformers")
@@ -87,7 +89,7 @@ class Engine:
         self.keyed = KeyedDraw(self.runner)
         self.runner.sampler.topk_topp_sampler = self.keyed
         if self.device.type == "cpu":
-            _speed_up_large_layers(self.runner.model)
+            _speed_up_large_layers(self.model)
         self.config = self._engine.model_config
         self.max_model_len: int = self.config.max_model_len
         self.vocab_size: int = self.config.get_vocab_size()
@@ -96,7 +98,7 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        return self.runner.model
+        return self.runner.get_model()
 
     def run(self, requests: list[Request]) -> None:
         """Completes all requests. When it is interrupted nothing of them stays in the engine."""
@@ -104,7 +106,9 @@ class Engine:
             pass
 
     def steps(self, requests: list[Request]) -> Iterator[None]:
-        """The same, with a pause after each step of the engine."""
+        """The same, with a pause after each step of the engine. One call at a time."""
+        if self._engine.has_unfinished_requests():
+            raise UserError("the engine is busy: another call, or a stream that was not read to its end, is still under way")
         names: dict[str, tuple[str, Request]] = {}
         try:
             with isolated_generators(self.device):
@@ -121,7 +125,8 @@ class Engine:
         finally:
             if unfinished := [name for name, request in names.values() if not request.ended]:
                 self._engine.abort_request(unfinished, internal=True)
-            self.keyed.draws.clear()
+            for name, _ in names.values():
+                del self.keyed.draws[name]
 
     def _add(self, name: str, request: Request) -> str:
         """The engine's own name for it."""
@@ -133,6 +138,9 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """False where a request still holds a part of it."""
+        core = self.core.engine_core
+        while core.batch_queue:  # on a GPU a step may be under way that was begun before the last one's end was known
+            self._engine.step()
         return self._engine.reset_prefix_cache()
 
     def sleep(self, level: int) -> None:
@@ -260,6 +268,8 @@ def _kv_bytes(facts: Facts, options: EngineOptions) -> int:
     """What the completions need, up to 1 GiB, but at least one context."""
     heads = -(-facts.num_kv_heads // options.tensor_parallel)
     per_token = 2 * facts.num_layers * heads * facts.head_dim * getattr(torch, options.dtype).itemsize
+    if not per_token:  # an architecture of another kind
+        return GIB
     context = options.max_model_len or facts.max_positions or _USUAL_CONTEXT
     several = min(options.max_num_seqs * (options.expected_tokens + _USUAL_PROMPT), GIB // per_token)
     blocks = -(-max(context, several) // _CPU_BLOCK) + 2  # one is never used

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+_LIKELY = 256  # tokens among which top-p looks for its bound before it sorts the whole vocabulary
+_BLOCK = 256  # tokens of which the probabilities are summed before single ones are looked at
 
 
 def penalise_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
@@ -28,22 +32,47 @@ def filter_logits(logits_BV: Tensor, temperature: float = 1.0, top_k: int = -1, 
         smallest_kept = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
     if top_p < 1:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        probs = ordered.softmax(dim=-1)
-        before = probs.cumsum(dim=-1) - probs  # 0 for the first: one token always stays
-        drop = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(drop, -torch.inf)
+        logits = logits.masked_fill(~_in_top_p(logits.softmax(dim=-1), top_p), -torch.inf)
     return logits
+
+
+def _in_top_p(probs_BV: Tensor, top_p: float) -> Tensor:
+    """[B, V], True for the smallest set of most likely tokens that reaches ``top_p``; of equal ones the first ids."""
+    ordered = probs_BV.topk(min(_LIKELY, probs_BV.shape[-1]), dim=-1).values
+    cumulative = ordered.cumsum(dim=-1)
+    if not bool((cumulative[:, -1] >= top_p).all()):
+        ordered = probs_BV.sort(dim=-1, descending=True).values
+        cumulative = ordered.cumsum(dim=-1)
+    before = pad(cumulative[:, :-1], (1, 0))  # 0 for the first: one token always stays
+    kept = (before < top_p).sum(dim=-1, keepdim=True)
+    least = ordered.gather(-1, kept - 1)
+    above, equal = probs_BV > least, probs_BV == least
+    wanted = kept - above.sum(dim=-1, keepdim=True)
+    if bool((equal.sum(dim=-1, keepdim=True) > wanted).any()):
+        equal &= equal.cumsum(dim=-1) <= wanted
+    return above | equal | probs_BV.isnan()
 
 
 def draw(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Token ids [B] by inversion: the first whose cumulative probability exceeds the uniform number in [0, 1).
 
-    One float64 number decides a token, so a draw does not depend on the rest of the batch.
+    One float64 number decides a token, so a draw does not depend on the rest of the batch. Blocks of the vocabulary are
+    looked at first, then the tokens of one block.
     """
-    cumulative = logits_BV.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    target = uniforms_B.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logits_BV.shape[-1] - 1)
+    probs = logits_BV.softmax(dim=-1)
+    blocks = pad(probs, (0, -probs.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    target = uniforms_B.to(sums).unsqueeze(-1) * sums[:, -1:]
+    block = _first_above(sums, target)
+    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, _BLOCK)).squeeze(1).cumsum(dim=-1, dtype=torch.float64)
+    before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    return (block * _BLOCK + _first_above(within, target - before)).squeeze(-1)
+
+
+def _first_above(cumulative_BN: Tensor, target_B1: Tensor) -> Tensor:
+    """[B, 1]: the first place where the sum exceeds the target; where rounding leaves none, the last that adds anything."""
+    last = (cumulative_BN < cumulative_BN[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(cumulative_BN, target_B1, right=True), last)
 
 
 def kept_ids(filtered_BV: Tensor) -> list[list[int]]:

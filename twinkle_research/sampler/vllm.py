@@ -101,18 +101,18 @@ class VLLMSampler(Sampler):
         if self._asleep:
             self.engine.wake_up("kv_cache")
             self._asleep = False
-        if not self.engine.reset_prefix_cache():
-            raise UserError("the engine still has requests under way, so what it has cached of the old weights cannot be dropped")
+        self._drop_cache()
         measured |= self._sync.probe(model)
         self._adapter_name = model.adapter_name
         self._has_weights, self.version = True, version
         return measured
 
     def sleep(self) -> None:
-        """Frees the engine's memory on a GPU. What is cached of prompts is dropped, on level 2 the weights as well: then it
-        takes a ``sync`` to sample again."""
+        """Frees the engine's memory on a GPU. What is cached of prompts is dropped, so that what is sampled next does not depend
+        (in its last bits) on what was sampled before; on level 2 the weights as well: then it takes a ``sync`` to sample."""
         if self._asleep:
             return
+        self._drop_cache()
         self.engine.sleep(self.options.sleep_level)
         self._asleep = True
         if self.options.sleep_level == 2:
@@ -130,6 +130,10 @@ class VLLMSampler(Sampler):
         if self.engine is not None:
             self.engine.close()
             self.engine = None
+
+    def _drop_cache(self) -> None:
+        if not self.engine.reset_prefix_cache():
+            raise UserError("the engine has requests under way, so what it has cached of their prompts cannot be dropped")
 
     def _check_ready(self) -> None:
         if self.engine is None:
