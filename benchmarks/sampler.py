@@ -3,11 +3,11 @@
     python benchmarks/sampler.py
     python benchmarks/sampler.py --case 135m --turns 5 --json result.json
 
-Prompts in groups of 8 completions, temperature 1, no filter, float32, completions that end at their end token or at a limit;
-a row of a group costs generate a prompt of its own and steps until the longest row has ended. Ours returns log-probabilities,
-and so does bare vLLM; generate does not. Bare vLLM is its LLM class with its settings for CPUs (oneDNN with packed weights), eager.
-Each side is a process of its own; they take turns with the same prompts, new ones each turn, so that a busy machine slows
-all. Rates are sampled tokens (end tokens included) per CPU second of the process with one thread; a ratio is the median over turns.
+Prompts in groups of 8 completions, temperature 1, no filter, float32; a completion ends at its end token or at a limit. Ours
+returns log-probabilities, and so does bare vLLM; generate does not. Bare vLLM is its LLM class with its own settings for CPUs
+(oneDNN with packed weights), eager. Each side is a process of its own; they take turns with the same prompts, new ones each
+turn, so that a busy machine slows all. Rates are sampled tokens (end tokens included) per CPU second of the process with one
+thread, the median over the turns; a ratio is the median of the turns' ratios.
 """
 
 from __future__ import annotations

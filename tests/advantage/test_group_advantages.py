@@ -101,6 +101,8 @@ def test_batch_scale():
 
 def test_eps_is_added_to_the_std():
     assert GRPOAdvantage(std="population", eps=0.5)([1, 0], 2).tolist() == [0.5, -0.5]
+    whitened = ReinforcePPAdvantage(eps=0.5).score(Rollouts([1.0, 0.0], 1, [1, 1]))
+    assert whitened.advantages == [[0.5], [-0.5]]
 
 
 def test_opo_weighs_rewards_by_length():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_cases import LOSSES, changed, count, gradients, loss_of, random_case
 
+from twinkle_research.loss import resolve_loss
 from twinkle_research.loss.kl import kl_estimate
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
@@ -163,10 +164,18 @@ def test_reinforce_announces_its_gradient_off_policy_too(seed):
     close(loss.logprob_gradient(inputs, 3), gradients(loss, scores, inputs, 3)[1]["logprobs"])
 
 
-@pytest.mark.parametrize("name", ["grpo, all options", "dr_grpo", "grpo", "bnpo"])
-def test_a_gradient_that_depends_on_the_scores_is_not_announced(name):
-    scores, inputs = random_case(0)
-    assert loss_of(name).logprob_gradient(inputs, 1) is None
+@pytest.mark.parametrize(
+    "option",
+    [{"beta": 0.1}, {"entropy_coef": 0.1}, {"correction": "tis_token"}, {"correction_off_policy_threshold": 0.1}, {}],
+    ids=str,
+)
+def test_a_gradient_that_depends_on_the_scores_is_not_announced(option):
+    _, inputs = random_case(0)
+    on_policy = replace(inputs, old_logprobs=None)
+    loss = resolve_loss("grpo", **option)
+    assert (loss.logprob_gradient(on_policy, 1) is None) == bool(option)
+    assert loss.logprob_gradient(inputs, 1) is None
+    assert loss.logprob_gradient(replace(on_policy, advantages=None), 1) is None
 
 
 # Straight-through and detached terms have, on purpose, another gradient than that of their value.

@@ -299,6 +299,8 @@ def test_off_policy_answers_to_forget_are_dropped():
     out, grads = gradients(resolve_loss("dapo", correction_off_policy_threshold=0.1), scores, inputs, 1)
     assert grads["logprobs"].tolist() == [[0.0, 0.0], [-1.0, -1.0], [1.0, 0.0]]
     assert out.metrics["correction/dropped"][0] == 2
+    _, grads = gradients(resolve_loss("dapo", correction_off_policy_threshold=0.6), scores, inputs, 1)  # a mean, not a sum of 1
+    assert grads["logprobs"].tolist() == [[1.0, 1.0], [-1.0, -1.0], [1.0, 0.0]]
 
 
 # --- entropy, clamp, missing inputs ---------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def _check_section(cfg: DictConfig, section: DictConfig, path: str, single_run: 
     for name in section:
         key = f"{path}{name}"
         if key != "hydra" and name not in declared:
-            raise ConfigError(unknown_key(key, cfg))
+            raise ConfigError(unknown_key(_whole_key(key, section._get_node(name)), cfg))
     for name, field in declared.items():
         key = f"{path}{name}"
         node = section._get_node(name)
@@ -204,6 +204,14 @@ def _check_section(cfg: DictConfig, section: DictConfig, path: str, single_run: 
             raise ConfigError(_untyped(cfg, key, node))
         else:
             _check_value(section, name, field.type, key)
+
+
+def _whole_key(key: str, node: Node) -> str:
+    """As it was written: ``+optmizer.lr=1`` makes a section of one setting."""
+    while isinstance(node, DictConfig) and not node._is_none() and len(node) == 1:
+        (name,) = node
+        key, node = f"{key}.{name}", node._get_node(name)
+    return key
 
 
 def _not_set(key: str) -> str:
