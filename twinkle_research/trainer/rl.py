@@ -47,7 +47,7 @@ class RlTrainer(TrainingLoop):
             batch = self.batch
             completions = self.experience.minibatch(batch)
             features, loss_inputs = self.experience.share(completions)
-            row = self.optimize(features, **loss_inputs) | metrics(completions, batch)
+            row = metrics(completions, batch) | self.optimize(features, **loss_inputs)
             batch.done += 1
             if batch.done == self.experience.steps_per_rollout:
                 self.batch = None
