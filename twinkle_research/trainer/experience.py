@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from twinkle_research.advantage.base import Rollouts
 from twinkle_research.data_format import IGNORE_INDEX, InputFeature
 from twinkle_research.dataloader.balance import deal
@@ -44,7 +46,6 @@ class Experience:
         self.runtime = runtime
         self.clock = clock
         self.advantage = advantage  # of the whole rollout
-        self.batch_size = batch_size
         self.prompts_per_step = prompts_per_step
         self.steps_per_epoch = prompts_per_step // batch_size
         self.steps_per_rollout = inner_epochs * self.steps_per_epoch
@@ -116,12 +117,13 @@ class Experience:
     # --- once a step --------------------------------------------------------------------------------------------
 
     def minibatch(self, batch: RolloutBatch) -> list[Completion]:
-        """The completions of the next optimizer step: whole groups, in an order of each inner epoch's own."""
+        """The completions of the next optimizer step: whole groups, in an order of each inner epoch's own. A rollout that has
+        not become full (dynamic sampling) is spread over its steps evenly."""
         epoch, part = divmod(batch.done, self.steps_per_epoch)
         groups = batch.groups
         order = keyed_permutation(len(groups), self.seed, "minibatches", batch.step, epoch)
-        mine = sorted(order[part * self.batch_size : (part + 1) * self.batch_size].tolist())
-        return [completion for i in mine for completion in groups[i]]
+        mine = np.array_split(order, self.steps_per_epoch)[part]
+        return [completion for i in sorted(mine.tolist()) for completion in groups[i]]
 
     def share(self, completions: Sequence[Completion]) -> tuple[list[InputFeature], dict[str, Any]]:
         """This rank's share: features, and the loss inputs that belong to them."""
