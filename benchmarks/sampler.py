@@ -1,7 +1,7 @@
 """Tokens a second of the two samplers: ours on a transformers model over transformers' generate, ours on vLLM over bare vLLM.
 
     python benchmarks/sampler.py
-    python benchmarks/sampler.py --case 135m --turns 5 --json result.json
+    python benchmarks/sampler.py --case 135m --against vllm --turns 5 --json result.json
 
 Prompts in groups of 8 completions, temperature 1, no filter, float32; a completion ends at its end token or at a limit. Ours
 returns log-probabilities, and so does bare vLLM; generate does not. Bare vLLM is its LLM class with its own settings for CPUs
@@ -185,7 +185,8 @@ def rate(result: dict[str, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append", help="may be given several times; default: all")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--against", choices=PAIRS.values(), help="default: both, vllm where it is installed")
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -193,7 +194,8 @@ def main() -> None:
         return serve(options.serve, CASES[options.case[0]])
     from twinkle_research.sampler.vllm_env import vllm_installed
 
-    pairs = PAIRS if vllm_installed() else {side: other for side, other in PAIRS.items() if "vllm" not in side}
+    wanted = [options.against] if options.against else PAIRS.values() if vllm_installed() else ["generate"]
+    pairs = {side: other for side, other in PAIRS.items() if other in wanted}
     table = {}
     print("| case | sampler | tokens/s | against | tokens/s | ratio |\n|---|---|---|---|---|---|")
     for name in options.case or CASES:

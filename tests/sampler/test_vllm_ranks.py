@@ -5,9 +5,10 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from engines import needs_vllm
 
-pytestmark = needs_vllm
+pytestmark = [needs_vllm, pytest.mark.long]
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "model"))
 

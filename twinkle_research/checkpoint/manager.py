@@ -61,8 +61,8 @@ class CheckpointManager:
         """Writes ``step-NNNNNN``, then ``latest``, then deletes what retention does not keep. Collective.
 
         ``trainer_state.json`` gets ``trainer_state`` and, under ``model``, what ``model.save_state`` returns.
-        ``metric``, to be small, says how good this step is; ``files`` are further JSON files by name. With ``cfg.background`` this returns once a copy of the tensors is
-        made; an error of the writing thread is raised by the next ``save`` or ``wait``.
+        ``metric``, to be small, says how good this step is; ``files`` are further JSON files by name. With
+        ``cfg.background`` this returns once a copy of the tensors is made; an error of the writing thread is raised by the next ``save`` or ``wait``.
         """
         self.wait()
         if self.runtime.is_main:

@@ -23,8 +23,8 @@ def rl_problems(config: TrainConfig) -> Iterator[str]:
         yield f"loss={config.loss.name} samples its own answers and needs {group}={_GROUPS[group]}, for example"
     if not isinstance(config.data, TASKS):
         yield (
-            f"loss={config.loss.name} needs prompts with answers that can be checked, which data={config.data.name} does not give; "
-            "write data=prompts, data=gsm8k, data=math, data=sums, data=countdown or data=reasoning_gym"
+            f"loss={config.loss.name} needs prompts with answers that can be checked, which data={config.data.name} does not "
+            "give; write data=prompts, data=gsm8k, data=math, data=sums, data=countdown or data=reasoning_gym"
         )
     if not absent:
         yield from _steps(config)
@@ -72,6 +72,6 @@ def _reference(config: TrainConfig) -> Iterator[str]:
 def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
     if data.sample_prompts:
-        yield "'data.sample_prompts' has no effect in a reinforcement run, whose held-out prompts are answered: give data.eval_rows"
+        yield "'data.sample_prompts' has no effect in a reinforcement run, which answers held-out prompts: give data.eval_rows"
     if data.preview:
         yield "'data.preview' shows what a supervised run trains; the samples of this run are in samples.jsonl"

@@ -51,12 +51,15 @@ class Completion:
 @dataclass
 class RolloutBatch:
     """``completions``: groups of ``num_generations``, one after the other. ``step``: optimizer steps done when they were
-    sampled. ``drawn``: prompts that were sampled for it."""
+    sampled. ``drawn``: prompts that were sampled for it, ``flat`` of them with rewards that say nothing, which dynamic sampling
+    leaves out; ``reward``: the mean of all that were sampled."""
 
     step: int
     num_generations: int
     completions: list[Completion]
     drawn: int
+    flat: int = 0
+    reward: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)  # what happened to the rewards that a person should know of
     done: int = 0  # optimizer steps made on it
 
@@ -81,7 +84,11 @@ def masked(feature: InputFeature) -> InputFeature:
 
 def metrics(completions: Sequence[Completion], batch: RolloutBatch) -> dict[str, float]:
     """Of one optimizer step's completions, over all ranks; what concerns the whole rollout stands at its first step."""
-    whole = {"rollout/prompts": float(batch.drawn)} | {f"reward/{name}": float(n) for name, n in batch.counts.items()}
+    whole = {
+        "rollout/prompts": float(batch.drawn),
+        "rollout/flat_groups": batch.flat / max(1, batch.drawn),
+        "rollout/reward_mean": batch.reward,
+    } | {f"reward/{name}": float(n) for name, n in batch.counts.items()}
     rewards = [c.reward for c in completions if c.reward is not None]
     advantages = [value for c in completions for value in c.advantages]
     lengths = [c.num_tokens for c in completions]
@@ -105,6 +112,11 @@ def metrics(completions: Sequence[Completion], batch: RolloutBatch) -> dict[str,
 def is_flat(group: Sequence[Completion]) -> bool:
     """Whether the rewards of a group say nothing: fewer than two are known, or all are equal."""
     return len({c.reward for c in group if c.reward is not None}) < 2
+
+
+def mean_reward(groups: Sequence[Sequence[Completion]]) -> float:
+    """Of all completions that could be scored."""
+    return _mean([c.reward for group in groups for c in group if c.reward is not None])
 
 
 def _parts(completions: Sequence[Completion]) -> list[str]:

@@ -57,7 +57,8 @@ class ReinforcedParts:
         if needs_reference:
             model.set_reference(self._reference(model))
         self.params = SamplingParams(
-            max_tokens=cfg.sampler.max_tokens, seed=cfg.seed, stop=[unescape(text) for text in cfg.sampler.stop] or None, logprobs=1,
+            max_tokens=cfg.sampler.max_tokens, seed=cfg.seed, logprobs=1,
+            stop=[unescape(text) for text in cfg.sampler.stop] or None,
             temperature=cfg.sampler.temperature, top_k=cfg.sampler.top_k or -1, top_p=cfg.sampler.top_p,
             num_samples=rollout.num_generations,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from twinkle_research.data_format import SamplingParams
-from twinkle_research.rollout.batch import RolloutBatch, is_flat, masked, metrics
+from twinkle_research.rollout.batch import Completion, RolloutBatch, is_flat, masked, mean_reward, metrics
 from twinkle_research.trainer.config import RlTrainerConfig
 from twinkle_research.trainer.experience import Experience
 from twinkle_research.trainer.loop import TrainingLoop
@@ -57,25 +57,33 @@ class RlTrainer(TrainingLoop):
     def generate(self) -> RolloutBatch:
         """A full rollout with its advantages. Collective."""
         self.sync()
-        wanted, drawn = self.rollout_cfg.prompts_per_step, 0
-        completions, counts, n = [], Counter(), self.params.num_samples
+        wanted = self.rollout_cfg.prompts_per_step
+        groups, counts, n = [], Counter(), self.params.num_samples
         limit = wanted * (self.rollout_cfg.max_oversampling or 1)
-        while len(completions) < wanted * n and drawn < limit:
-            rows = self.prompts.take(self.consumed, min(wanted - len(completions) // n, limit - drawn))
-            played = self.rollout(self.prompts, rows, self.params, step=self.step, purpose="rollout", first=drawn)
+        while len(groups) < limit and sum(map(self._is_used, groups)) < wanted:
+            missing = wanted - sum(map(self._is_used, groups))
+            rows = self.prompts.take(self.consumed, min(missing, limit - len(groups)))
+            played = self.rollout(self.prompts, rows, self.params, step=self.step, purpose="rollout", first=len(groups))
             counts.update(played.counts)
-            drawn, self.consumed = drawn + len(rows), self.consumed + len(rows)
-            groups = [played.completions[i : i + n] for i in range(0, len(played.completions), n)]
-            keep_all = self.rollout_cfg.max_oversampling is None
-            completions += [c for group in groups if keep_all or not is_flat(group) for c in group]
+            self.consumed += len(rows)
+            groups += [played.completions[i : i + n] for i in range(0, len(played.completions), n)]
         self.sampler.sleep()
+        used = [completion for group in groups if self._is_used(group) for completion in group]
+        if len(used) < wanted * n:
+            self.tracker.message(
+                f"step {self.step + 1}: of {len(groups)} prompts only {len(used) // n} have answers with different rewards; "
+                f"{wanted} were wanted (rollout.max_oversampling={self.rollout_cfg.max_oversampling})"
+            )
         if self.rollout_cfg.mask_truncated:
-            completions = [replace(c, feature=masked(c.feature)) if c.truncated else c for c in completions]
-        batch = RolloutBatch(self.step, n, completions, drawn, dict(counts))
+            used = [replace(c, feature=masked(c.feature)) if c.truncated else c for c in used]
+        batch = RolloutBatch(self.step, n, used, len(groups), sum(map(is_flat, groups)), mean_reward(groups), dict(counts))
         self.experience.complete(batch)
         # They belong to the step that trains on them first: a resume cuts the records back to the step of its checkpoint.
         self.tracker.log_samples(self.step + 1, self.experience.shown(batch))
         return batch
+
+    def _is_used(self, group: list[Completion]) -> bool:
+        return self.rollout_cfg.max_oversampling is None or not is_flat(group)
 
     def sync(self) -> None:
         """The sampler gets the present weights, once a step."""
