@@ -16,7 +16,6 @@ from twinkle_research.checkpoint.stream import TensorFolder
 from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.model.transformers.names import DiskNames
 
-
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from ranks import launch
 
-
 HIDDEN, WIDTH, LAYERS, ROWS = 256, 704, 20, 4096
 LARGEST = ROWS * HIDDEN * 4 / 1e6  # MB, of the embedding, in float32
 LAYER = (4 * HIDDEN**2 + 3 * HIDDEN * WIDTH) * 4 / 1e6

@@ -130,12 +130,8 @@ def test_metrics_of_a_step():
     assert found["reward/a"] == 1.0 and found["reward/b"] == 1.0
     assert found["advantage/mean"] == 0.5 and found["advantage/std"] == 0.5
     assert found["completion/truncated"] == 0.5 and found["completion/length_mean"] == 2.0 and found["entropy"] == 1.5
-    assert (
-        found["rollout/prompts"] == 4
-        and found["rollout/flat_groups"] == found["rollout/reward_mean"] == 0.25
-       
+    assert found["rollout/prompts"] == 4 and found["rollout/flat_groups"] == found["rollout/reward_mean"] == 0.25
     assert found["reward/math/timeouts"] == 2
-    )
     batch.done = 1
     assert "rollout/prompts" not in metrics([completion(None)], batch)
     assert metrics([], batch)["reward/mean"] == 0.0
