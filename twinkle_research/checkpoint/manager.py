@@ -62,7 +62,8 @@ class CheckpointManager:
 
         ``trainer_state.json`` gets ``trainer_state`` and, under ``model``, what ``model.save_state`` returns.
         ``metric``, to be small, says how good this step is; ``files`` are further JSON files by name. With
-        ``cfg.background`` this returns once a copy of the tensors is made; an error of the writing thread is raised by the next ``save`` or ``wait``.
+        ``cfg.background`` this returns once a copy of the tensors is made; an error of the writing thread is raised by the
+        next ``save`` or ``wait``.
         """
         self.wait()
         if self.runtime.is_main:
