@@ -12,7 +12,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from chat_styles import make_tokenizer
-from children import fork, peak_growth_mib, wait
 
 from twinkle_research.dataset import Dataset, DatasetMeta, EncodedCache
 from twinkle_research.dataset.encoding import CHUNK, EncodeOptions
@@ -203,18 +202,16 @@ def test_memory_does_not_grow_with_the_rows(tmp_path) -> None:
 @pytest.mark.parametrize("name", ["list.json", "object.json", "rows.csv", "rows.parquet"])
 def test_files_are_read_piece_by_piece(tmp_path, name: str) -> None:
     """40,000 rows more are 14 MB of text and 30 MB of Python objects. Parquet: all rows in one row group."""
-    growth = {}
+    paths = []
     for count in (2_000, 42_000):
-        path = tmp_path / f"{count}-{name}"
-
-        def write(path: Path = path, count: int = count) -> None:
-            rows = [{"prompt": f"row {i}: {TEXT * 6}", "completion": str(i)} for i in range(count)]
-            if name == "rows.parquet":
-                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=count)
-            else:
-                WRITERS[name](path, rows)
-
-        assert wait(fork(write)) == 0  # not here, where freed memory would be used again
-        growth[count] = peak_growth_mib(lambda path=path: sum(1 for _ in read_path(path)), tmp_path / "peak")
-    held = peak_growth_mib(lambda: list(read_path(path)), tmp_path / "peak")
-    assert growth[42_000] < growth[2_000] + 12 < held - 8, (growth, held)
+        paths.append(tmp_path / f"{count}-{name}")
+        rows = [{"prompt": f"row {i}: {TEXT * 6}", "completion": str(i)} for i in range(count)]
+        if name == "rows.parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), paths[-1], row_group_size=count)
+        else:
+            WRITERS[name](paths[-1], rows)
+    driver = Path(__file__).with_name("reading_driver.py")
+    done = subprocess.run([sys.executable, driver, *paths], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    grown = json.loads(done.stdout)
+    assert grown["long"] < grown["short"] + 12 < grown["long in memory"] - 8, grown
