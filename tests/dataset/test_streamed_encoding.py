@@ -15,7 +15,6 @@ from chat_styles import make_tokenizer
 
 from twinkle_research.dataset import Dataset, DatasetMeta, EncodedCache
 from twinkle_research.dataset.encoding import CHUNK, EncodeOptions
-from twinkle_research.dataset.reader import read_path
 from twinkle_research.dataset.rows import Processor
 from twinkle_research.errors import ConfigError, DataError, UserError
 from twinkle_research.template import Template
