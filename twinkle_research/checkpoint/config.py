@@ -10,7 +10,7 @@ class CheckpointConfig:
     every: Optional[int] = 50
     # Newest checkpoints that stay; older ones are deleted.
     keep: int = 2
-    # Also keep the checkpoint with the lowest eval/loss.
+    # Also keep the best checkpoint: the lowest eval/loss, in reinforcement runs the highest eval/accuracy.
     keep_best: bool = True
     # Write in a background thread while training goes on (costs a copy of what is saved).
     background: bool = False

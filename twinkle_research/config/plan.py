@@ -67,6 +67,12 @@ def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> R
             "backend.sharding=fsdp2 splits the model over processes, but one is started; give launch.nproc_per_node=2 or more, "
             "or backend.sharding=auto"
         )
+    together = getattr(config.sampler, "tensor_parallel", 1)
+    if nodes * nproc % together:
+        raise ConfigError(
+            f"sampler.tensor_parallel={together} needs a multiple of {together} processes, but {nodes * nproc} are started; give "
+            f"launch.nproc_per_node={together}"
+        )
     facts = model_facts(config.model)
     device = "cuda" if gpus else "cpu"
     memory = None if facts is None else estimate(config, facts, nodes * nproc)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from twinkle_research.advantage.config import AdvantageConfig
-from twinkle_research.dataset.config import TASKS
+from twinkle_research.dataset.config import TASKS, eval_path_of
 from twinkle_research.model.config import LoraAdapterConfig
 from twinkle_research.trainer.config import NoneConfig, ReferenceKind, RlTrainerConfig, TrainConfig
 
@@ -43,6 +43,8 @@ def _steps(config: TrainConfig) -> Iterator[str]:
         yield "rollout.max_oversampling samples as many prompts as it needs, so give trainer.max_steps and not trainer.epochs"
     if rollout.num_generations == 1 and config.advantage.name in ("grpo", "dr_grpo", "rloo", "opo"):
         yield f"advantage={config.advantage.name} compares the answers to one prompt: rollout.num_generations must be >= 2"
+    if rollout.num_generations == 1 and rollout.max_oversampling is not None:
+        yield "rollout.max_oversampling leaves out groups whose rewards are all equal, as those of one completion always are"
     if config.sampler.temperature == 0:
         yield "sampler.temperature=0 gives the same answer each time, so there is nothing to compare; it must be > 0"
 
@@ -73,5 +75,9 @@ def _data(config: TrainConfig) -> Iterator[str]:
     data = config.data
     if data.sample_prompts:
         yield "'data.sample_prompts' has no effect in a reinforcement run, which answers held-out prompts: give data.eval_rows"
+    if config.data.name == "countdown" and config.reward.name == "exact":
+        yield "data=countdown has many right answers, and reward=exact knows one of them; write reward=countdown"
+    if not data.eval_rows and not eval_path_of(data) and config.trainer.eval_samples != RlTrainerConfig().eval_samples:
+        yield "'trainer.eval_samples' has no effect without held-out prompts: give data.eval_rows or data.eval_path"
     if data.preview:
         yield "'data.preview' shows what a supervised run trains; the samples of this run are in samples.jsonl"

@@ -59,7 +59,7 @@ class RolloutBatch:
     completions: list[Completion]
     drawn: int
     flat: int = 0
-    reward: float = 0.0
+    reward: float | None = None
     counts: dict[str, int] = field(default_factory=dict)  # what happened to the rewards that a person should know of
     done: int = 0  # optimizer steps made on it
 
@@ -82,8 +82,9 @@ def masked(feature: InputFeature) -> InputFeature:
     return {**rest, "labels": [IGNORE_INDEX] * len(feature["labels"])}
 
 
-def metrics(completions: Sequence[Completion], batch: RolloutBatch) -> dict[str, float]:
-    """Of one optimizer step's completions, over all ranks; what concerns the whole rollout stands at its first step."""
+def metrics(completions: Sequence[Completion], batch: RolloutBatch) -> dict[str, float | None]:
+    """Of one optimizer step's completions, over all ranks; what concerns the whole rollout stands at its first step. None where
+    there is nothing to measure, such as the mean reward of completions that nobody could score."""
     whole = {
         "rollout/prompts": float(batch.drawn),
         "rollout/flat_groups": batch.flat / max(1, batch.drawn),
@@ -99,12 +100,12 @@ def metrics(completions: Sequence[Completion], batch: RolloutBatch) -> dict[str,
         **{f"reward/{name}": _mean(_known(completions, name)) for name in _parts(completions)},
         "advantage/mean": _mean(advantages),
         "advantage/std": _std(advantages),
-        "advantage/max": max(advantages, default=0.0),
-        "advantage/min": min(advantages, default=0.0),
+        "advantage/max": max(advantages, default=None),
+        "advantage/min": min(advantages, default=None),
         "completion/length_mean": _mean(lengths),
-        "completion/length_max": float(max(lengths, default=0)),
+        "completion/length_max": max(map(float, lengths), default=None),
         "completion/truncated": _mean([float(c.truncated) for c in completions]),
-        "entropy": -_mean([logprob for c in completions for logprob in c.logprobs]),
+        "entropy": _mean([-logprob for c in completions for logprob in c.logprobs]),
         **(whole if batch.done == 0 else {}),
     }
 
@@ -114,7 +115,7 @@ def is_flat(group: Sequence[Completion]) -> bool:
     return len({c.reward for c in group if c.reward is not None}) < 2
 
 
-def mean_reward(groups: Sequence[Sequence[Completion]]) -> float:
+def mean_reward(groups: Sequence[Sequence[Completion]]) -> float | None:
     """Of all completions that could be scored."""
     return _mean([c.reward for group in groups for c in group if c.reward is not None])
 
@@ -128,11 +129,11 @@ def _known(completions: Sequence[Completion], name: str) -> list[float]:
     return [c.rewards[name] for c in completions if c.rewards.get(name) is not None]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
-def _std(values: Sequence[float]) -> float:
+def _std(values: Sequence[float]) -> float | None:
     """Of the population."""
     mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+    return None if mean is None else math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

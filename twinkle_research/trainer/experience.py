@@ -154,8 +154,8 @@ def shown(completion: Completion) -> dict[str, Any]:
     row["reward"] = completion.reward
     if len(completion.rewards) > 1:
         row |= {f"reward/{name}": value for name, value in completion.rewards.items()}
-    if completion.advantages:
-        row["advantage"] = sum(completion.advantages) / len(completion.advantages)
+    if completion.advantages or completion.reward is None:
+        row["advantage"] = sum(completion.advantages) / max(1, len(completion.advantages))
     return row
 
 

@@ -74,13 +74,18 @@ class RlTrainer(TrainingLoop):
                 f"step {self.step + 1}: of {len(groups)} prompts only {len(used) // n} have answers with different rewards; "
                 f"{wanted} were wanted (rollout.max_oversampling={self.rollout_cfg.max_oversampling})"
             )
-        if self.rollout_cfg.mask_truncated:
-            used = [replace(c, feature=masked(c.feature)) if c.truncated else c for c in used]
+        used = [replace(c, feature=masked(c.feature)) if self._is_masked(c) else c for c in used]
+        if used and not any(c.reward is not None for c in used):
+            self.tracker.message(f"step {self.step + 1}: none of {len(used)} completions could be scored")
         batch = RolloutBatch(self.step, n, used, len(groups), sum(map(is_flat, groups)), mean_reward(groups), dict(counts))
         self.experience.complete(batch)
         # They belong to the step that trains on them first: a resume cuts the records back to the step of its checkpoint.
         self.tracker.log_samples(self.step + 1, self.experience.shown(batch))
         return batch
+
+    def _is_masked(self, completion: Completion) -> bool:
+        """Whether it is left out of the loss, numerator and denominator: nobody could score it, or it was cut off."""
+        return completion.reward is None or (self.rollout_cfg.mask_truncated and completion.truncated)
 
     def _is_used(self, group: list[Completion]) -> bool:
         return self.rollout_cfg.max_oversampling is None or not is_flat(group)

@@ -58,6 +58,7 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     template = build_template(cfg.data, model_folder)
     parts = _parts(cfg)(cfg, template, runtime)
     model = TransformersModel.from_config(cfg, model_folder, runtime)
+    model.set_template(template)  # its tokenizer goes into the checkpoints
     configs = model.get_train_configs()
     clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
     with closing(parts):

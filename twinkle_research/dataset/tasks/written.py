@@ -71,7 +71,7 @@ class PromptRows:
         answer = row.get(self.answer_key)
         if answer is None:
             raise DataError(
-                f"no answer in column '{self.answer_key}' (data.answer_key); {nearest(self.answer_key, row)} "
+                f"no answer in column '{self.answer_key}' (data.answer_key); {nearest(self.answer_key, row)}. "
                 "For rows without answers write data.answer_key=null"
             )
         new["answer"] = answer
