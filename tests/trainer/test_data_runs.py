@@ -55,10 +55,11 @@ def test_a_stream_whose_file_has_changed_is_refused(path, tmp_path, capfd) -> No
 def test_a_resumed_stream_with_nothing_left_goes_on_stops_or_fails(path, tmp_path, capfd, monkeypatch) -> None:
     """Its rows come from code of the user's, which may say something else than in the run that is continued."""
     (tmp_path / "my_stream_rows.py").write_text(
-        "import os, signal\ncalls = []\n"
+        "import os, signal, time\ncalls = []\n"
         "def pick(row):\n"
         "    calls.append(row)\n"
         "    if os.environ['PICK'] == 'stop' and len(calls) == 1:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(1)  # the signal is counted by another thread\n"
         "    first = row['prompt'].split()[1] in ('0:', '1:')\n"
         "    return row if os.environ['PICK'] == 'all' or first and os.environ['PICK'] != 'none' else None\n"
     )
