@@ -1,10 +1,11 @@
 """What all tests share: one thread, no network, and nothing read from or written to the user's home."""
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if skipped and session.config.getoption("--no-skips") and not session.exitstatus:
         session.exitstatus = 1
         reporter.write_line("--no-skips: skipped tests count as a failure", red=True)
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    """As it was: a sweep in this process makes Hydra put a handler on it, whose stream is closed with the test."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = [handler for handler in root.handlers if handler in handlers]
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
