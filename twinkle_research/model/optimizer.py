@@ -159,13 +159,6 @@ class Optimizer:
             with torch.no_grad():
                 torch._foreach_copy_([self.parameters[name] for name in low], [self.masters[name] for name in low])
 
-    def reset_masters(self) -> None:
-        """Takes the parameters' present values as the truth: after weights were loaded without optimizer state."""
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                if master is not self.parameters[name]:
-                    master.copy_(self.parameters[name])
-
     # --- state --------------------------------------------------------------------------------------------------
 
     def slots(self, name: str) -> list[str]:
