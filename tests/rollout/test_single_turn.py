@@ -60,7 +60,7 @@ def rollout_on(tokenizer, rows, **options):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trained_ids_are_the_sampled_ids(name):
-    """S15. 20 prompts (system, tools, earlier turns, thinking), 2 completions each, of a model that samples any token there is: the
+    """S15: 20 prompts (system, tools, earlier turns, thinking), 2 completions each, of a model that samples any token. The
     row that is trained is the prompt's ids, as the template alone gives them, and then the sampled ids, unchanged; the labels
     are those, one position earlier."""
     rng = random.Random(name)
