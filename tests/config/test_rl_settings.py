@@ -21,6 +21,11 @@ from twinkle_research.errors import ConfigError
         (["loss=grpo", "advantage.kl_coef=0.1", "trainer.reference_every=2"], "without trainer.reference=refreshed"),
         (["loss=grpo", "trainer.eval_samples=2", "data.eval_rows=0"], "'trainer.eval_samples' has no effect"),
         (["loss=grpo", "data=countdown", "data.rows=100"], "write reward=countdown"),
+        (
+            ["loss=grpo", "loss.correction.mode=tis_token", "loss.correction.low=3"],
+            "low=3.0 must be below loss.correction.high=2.0",
+        ),
+        (["loss=grpo", "loss.correction.mode=icepop", "loss.correction.low=6"], "must be below loss.correction.high=5.0"),
         (["loss=grpo", "data=identity"], "needs prompts with answers that can be checked"),
         (["loss=grpo", "reward=none"], "needs reward=exact, for example"),
         (["reward=exact"], "reward=exact has no effect: loss=cross_entropy is trained on given answers"),

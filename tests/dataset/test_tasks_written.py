@@ -185,6 +185,10 @@ def test_bad_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(train) == 2 and "rows.jsonl:3" in caplog.text and "rows.jsonl:5" in caplog.text
     with pytest.raises(DataError, match="no rows: .*no answer in column"):
         built(config(write(tmp_path / "bad.jsonl", [{"prompt": "a"}]), on_error=OnError.skip))
+    empty = write(tmp_path / "empty.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": " ", "answer": "c"}])
+    with pytest.raises(DataError, match="empty.jsonl:2: the prompt is empty"):
+        built(config(empty))
+    assert len(built(config(empty, on_error=OnError.skip))[0]) == 1
 
 
 def test_a_processor_of_the_users_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

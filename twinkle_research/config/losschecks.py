@@ -14,6 +14,7 @@ from twinkle_research.advantage.config import (
     Whitening,
 )
 from twinkle_research.loss.config import (
+    CORRECTION_BOUNDS,
     CISPOClip,
     CISPOConfig,
     CorrectionConfig,
@@ -71,8 +72,14 @@ def _correction(correction: CorrectionConfig) -> Iterator[str]:
         for key in ("low", "high"):
             if getattr(correction, key) is not None:
                 yield f"'loss.correction.{key}' has no effect with loss.correction.mode=none"
-    elif correction.low is not None and correction.high is not None and correction.low >= correction.high:
-        yield f"loss.correction.low={correction.low} must be below loss.correction.high={correction.high}"
+        return
+    low, high = CORRECTION_BOUNDS[correction.mode.name]
+    low, high = correction.low or low, correction.high or high
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"loss.correction.low={low} must be below loss.correction.high={high} (what is not given is that of "
+            f"loss.correction.mode={correction.mode.name})"
+        )
 
 
 def _dropout(config: TrainConfig, loss: PolicyLossConfig) -> Iterator[str]:

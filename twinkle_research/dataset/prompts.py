@@ -62,7 +62,8 @@ class PromptDataset(Features):
         writer, stage = MemoryWriter(), report.stage("encoding prompts")
         given: list[Row] = []
         options = EncodeOptions(num_proc=num_proc)
-        for keys, chunk in encode_rows(template, _prompts(rows, given), report, stage, options, add_generation_prompt=True):
+        asked = _prompts(_asked(rows, report), given)
+        for keys, chunk in encode_rows(template, asked, report, stage, options, add_generation_prompt=True):
             writer.add(keys, chunk)
             done = given[: len(keys)]
             del given[: len(keys)]
@@ -190,6 +191,18 @@ def _prompts(rows: Iterable[SourceRow], given: list[Row]) -> Iterator[SourceRow]
     for number, origin, row in rows:
         given.append(row)
         yield SourceRow(number, origin, _prompt_of(row))
+
+
+def _asked(rows: Iterable[SourceRow], report: RowReport) -> Iterator[SourceRow]:
+    """Those whose prompt says something."""
+    stage = report.stage("looking at prompts")
+    for source in rows:
+        stage.total += 1
+        prompt = source.row.get("prompt")
+        if isinstance(prompt, str) and not prompt.strip():
+            report.bad(stage, source.origin, "the prompt is empty")
+        else:
+            yield source
 
 
 def _prompt_of(row: Row) -> Row:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Optional
+from typing import Dict, Optional, Tuple
 
 
 class Normalization(Enum):
@@ -88,6 +88,17 @@ class CorrectionMode(Enum):
     mis_token = "mis_token"  # weights of tokens, 0 outside [low, high]
     mis_sequence = "mis_sequence"  # weights of whole answers, 0 outside [low, high]
     icepop = "icepop"  # mis_token with two bounds
+
+
+# Mode -> its authors' (low, high); None is no bound. For the masked forms high is TRL's default.
+CORRECTION_BOUNDS: Dict[str, Tuple[Optional[float], Optional[float]]] = {
+    "none": (None, None),
+    "tis_token": (None, 2.0),
+    "tis_sequence": (None, 2.0),
+    "mis_token": (None, 3.0),
+    "mis_sequence": (None, 3.0),
+    "icepop": (0.5, 5.0),
+}
 
 
 class PolicyNormalization(Enum):

@@ -17,15 +17,6 @@ from torch import Tensor
 
 from twinkle_research.loss.base import LossInputs
 
-# Mode -> its authors' (low, high); None is no bound. For the masked forms high is TRL's default.
-MODES: dict[str, tuple[float | None, float | None]] = {
-    "none": (None, None),
-    "tis_token": (None, 2.0),
-    "tis_sequence": (None, 2.0),
-    "mis_token": (None, 3.0),
-    "mis_sequence": (None, 3.0),
-    "icepop": (0.5, 5.0),
-}
 MAX_LOG_WEIGHT = 20.0  # e^20 = 5e8: still finite in float32 where there is no upper bound
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from twinkle_research.errors import ConfigError, UserError, nearest
 from twinkle_research.loss.base import Loss, LossInputs, LossOutput, TokenScores
-from twinkle_research.loss.correction import MODES, correction_weights, off_policy_mask
+from twinkle_research.loss.config import CORRECTION_BOUNDS
+from twinkle_research.loss.correction import correction_weights, off_policy_mask
 from twinkle_research.loss.kl import ESTIMATORS, kl_estimate
 from twinkle_research.loss.policy import Objective, clamped, log_ratio, token_weights
 
@@ -50,11 +51,11 @@ class PolicyLoss(Loss):
         correction_high: float | None = None,
         correction_off_policy_threshold: float | None = None,
     ) -> None:
-        one_of(kl_estimator=(kl_estimator, ESTIMATORS), correction=(correction, MODES))
+        one_of(kl_estimator=(kl_estimator, ESTIMATORS), correction=(correction, CORRECTION_BOUNDS))
         one_of(normalization=(normalization, NORMALIZATIONS))
         not_negative(beta=beta, entropy_coef=entropy_coef, correction_off_policy_threshold=correction_off_policy_threshold)
         positive(log_ratio_clamp=log_ratio_clamp, correction_low=correction_low, correction_high=correction_high)
-        low, high = MODES[correction]
+        low, high = CORRECTION_BOUNDS[correction]
         low, high = low if correction_low is None else correction_low, high if correction_high is None else correction_high
         if low is not None and high is not None and low >= high:
             raise ConfigError(f"loss.correction_low={low} must be below loss.correction_high={high}")
