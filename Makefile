@@ -67,6 +67,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/config_startup.py
 	$(BIN)/python benchmarks/sft_step.py
 	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/data_scale.py

@@ -214,9 +214,8 @@ def test_a_stream_gives_the_text_of_the_sample(sampler):
 
 
 def test_nan_names_the_prompt(model, sampler):
-    row = sampler.engine.model.model.embed_tokens.weight  # also the output projection
-    with torch.no_grad():
-        row[300] = math.nan
+    with sampler.engine.model_in_place() as module:
+        module.model.embed_tokens.weight[300] = math.nan  # also the output projection
     try:
         for params in (SamplingParams(max_tokens=3, seed=1), SamplingParams(max_tokens=3, temperature=0)):
             with pytest.raises(NonFiniteLogits, match="prompt 8: the model gives NaN"):
@@ -226,6 +225,19 @@ def test_nan_names_the_prompt(model, sampler):
     finally:
         sampler.sync(model, 0)
     assert tokens(sampler.sample([[5]], SamplingParams(max_tokens=3, seed=1)))
+
+
+def test_weights_are_laid_out_anew_when_they_were_written_to(model, sampler):
+    layers = [layer for layer in sampler.engine.model.modules() if "cpu_linear" in vars(layer)]
+    assert layers and all(layer.weight.numel() for layer in layers), "the originals stay"
+    params = SamplingParams(max_tokens=1, seed=1)
+    sampler.sample([[5]], params)
+    packed = [layer.cpu_linear for layer in layers]
+    sampler.sample([[6]], params)
+    assert [layer.cpu_linear for layer in layers] == packed
+    sampler.sync(model, 0)
+    sampler.sample([[5]], params)
+    assert not any(layer.cpu_linear in packed for layer in layers)
 
 
 def test_an_interrupted_call_leaves_nothing_behind(sampler, monkeypatch):

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 _CPU_BLOCK = 32  # tokens of a KV block; the CPU's attention takes multiples of 32
 _USUAL_PROMPT, _USUAL_CONTEXT = 256, 8192  # tokens, for the size of a CPU's KV cache
-_LARGE = 2**19
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's kernels
 
 log = logging.getLogger(__name__)
@@ -88,8 +87,7 @@ class Engine:
         self.runner = self._engine.model_executor.driver_worker.worker.model_runner
         self.keyed = KeyedDraw(self.runner)
         self.runner.sampler.topk_topp_sampler = self.keyed
-        if self.device.type == "cpu":
-            _speed_up_large_layers(self.model)
+        self._packed = self.device.type != "cpu"  # there weights are multiplied as they lie
         self.config = self._engine.model_config
         self.max_model_len: int = self.config.max_model_len
         self.vocab_size: int = self.config.get_vocab_size()
@@ -109,6 +107,9 @@ class Engine:
         """The same, with a pause after each step of the engine. One call at a time."""
         if self._engine.has_unfinished_requests():
             raise UserError("the engine is busy: another call, or a stream that was not read to its end, is still under way")
+        if not self._packed:
+            _pack(self.model)
+            self._packed = True
         names: dict[str, tuple[str, Request]] = {}
         try:
             with isolated_generators(self.device):
@@ -160,6 +161,7 @@ class Engine:
     @contextmanager
     def model_in_place(self) -> Iterator[nn.Module]:
         """The engine's model, to be written to."""
+        self._packed = self.device.type != "cpu"
         with torch.no_grad(), isolated_generators(self.device):
             yield self.model
 
@@ -210,21 +212,38 @@ def _build(arguments: dict[str, Any], device: torch.device) -> LLM:
     if not vllm.__version__.startswith(TESTED_VERSION):
         log.warning("vLLM %s is installed; its weights and draws are reached into as in %s", vllm.__version__, TESTED_VERSION)
     if device.type == "cpu":
-        import vllm._custom_ops as ops
-
-        ops._supports_onednn = False  # it packs weights away, so that none can be pushed in place
         torch.ops._C.init_cpu_memory_env = lambda nodes: None  # would bind the trainer's memory to a node
     _import_model(arguments["model"])
-    return vllm.LLM(**arguments)
+    if device.type != "cpu":
+        return vllm.LLM(**arguments)
+    with _products(onednn=False):  # it packs weights away, so that none can be pushed in place
+        return vllm.LLM(**arguments)
 
 
-def _speed_up_large_layers(model: nn.Module) -> None:
-    """For few rows and large float32 matrices oneDNN's product takes half to nine tenths of the time of torch's (MKL's)."""
-    product = torch.ops.mkldnn._linear_pointwise
-    for layer in model.modules():
-        # Set by vLLM on layers that it multiplies by this function; reads the weight anew each time.
-        if "cpu_linear" in vars(layer) and layer.weight.dtype is torch.float32 and layer.weight.numel() >= _LARGE:
-            layer.cpu_linear = lambda x, weight, bias: product(x, weight, bias, "none", [], "")
+def _pack(model: nn.Module) -> None:
+    """Lays weights out as oneDNN multiplies them, which takes three quarters of the time. vLLM does so where it loads them, and
+    drops the originals; here those stay, to be written to, and are laid out anew when they were."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    with _products(onednn=True):
+        for layer in model.modules():
+            if "cpu_linear" in vars(layer):  # set by vLLM on layers that it multiplies by this function
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+@contextmanager
+def _products(*, onednn: bool) -> Iterator[None]:
+    """What vLLM has to choose from while it decides how a layer is multiplied on a CPU, beside torch's own product."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers import utils
+
+    before = ops._supports_onednn, utils.check_cpu_sgl_kernel
+    ops._supports_onednn = onednn and ops._supports_onednn
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False  # these kernels change the dtype of biases
+    try:
+        yield
+    finally:
+        ops._supports_onednn, utils.check_cpu_sgl_kernel = before
 
 
 def _import_model(folder: str) -> None:
