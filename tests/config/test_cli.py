@@ -79,6 +79,7 @@ def test_a_config_error_is_short_and_ends_with_2(words: list[str], run, tmp_path
         ["dry_run=true", "experiment=muon_full"],
         ["-m", "dry_run=true", "optimizer.lr=1e-4,1e-3"],
         ["model=tiny", "-m", "optimizer.lr=1e-4,1e-3", "dry_run=true"],
+        ["-m", "loss=grpo,rloo", "rollout.num_generations=4", "dry_run=true"],  # a setting that only the swept options have
         ["dry_run=true", "--info"],
         ["dry_run=true", "--info", "config", "model=tiny"],
         ["--cfg", "job"],

@@ -1,5 +1,6 @@
 """Tasks and rewards in the config: what is refused, what is filled in, what is stored."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,28 @@ def test_tasks_that_cannot_be(words: list[str], reason: str) -> None:
 )
 def test_rewards_that_cannot_be(words: list[str], reason: str) -> None:
     assert reason in refused([*SAMPLED, *words])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("def clos(trajectory):\n    return 1.0\n", "judge.py has no 'close'; did you mean 'clos'?"),
+        ("def close(trajectory)\n    return 1.0\n", "expected ':' (judge.py, line 1)"),
+        ("import os\nif os.name:\n    def close(t):\n        return 1.0\n", None),
+        ("from elsewhere import *\n", None),
+        ("from elsewhere import near as close\n", None),
+        ("close, other = object(), 1\n", None),
+    ],
+)
+def test_a_file_with_a_reward_is_read_before_the_run(tmp_path, monkeypatch, text: str, reason: str | None) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "judge.py").write_text(text)
+    cfg = compose([*SAMPLED, "reward=function", "reward.path=judge.py:close"])
+    if reason is None:
+        validate(cfg)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(reason)):
+            validate(cfg)
 
 
 def test_what_only_supervised_runs_have_a_use_for() -> None:

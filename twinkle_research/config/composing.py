@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, Node, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -77,7 +77,9 @@ def strict_loader(each_job: Callable[[DictConfig], object] | None = None) -> Ite
     ) -> DictConfig:
         words = tidy(overrides, run_mode)
         try:
-            cfg = load(self, config_name, words, run_mode, **kwargs)
+            cfg = load(self, config_name, _first_options(words), run_mode, **kwargs)
+            if run_mode == RunMode.MULTIRUN:
+                _keep_sweep(cfg, words)
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(explain(error, words)) from error
         except AssertionError as error:  # Hydra's, where a setting below a null section is given
@@ -100,6 +102,27 @@ def strict_loader(each_job: Callable[[DictConfig], object] | None = None) -> Ite
         yield
     finally:
         ConfigLoaderImpl.load_configuration, ConfigLoaderImpl.get_group_options = load, list_options
+
+
+def _first_options(words: Sequence[str]) -> list[str]:
+    """Hydra composes the config of a sweep itself without what is swept. A swept group then has its default option, which
+    need not have the settings that are given beside it; here it has the first one of the sweep."""
+    parsed = OverridesParser.create().parse_overrides(list(words))
+    return [
+        f"{own.get_key_element()}={next(own.sweep_string_iterator())}"
+        if own.is_sweep_override() and (own.key_or_group in GROUPS or own.key_or_group == "experiment")
+        else own.input_line
+        for own in parsed
+    ]
+
+
+def _keep_sweep(cfg: DictConfig, words: Sequence[str]) -> None:
+    """Puts back what the jobs are made from."""
+    with open_dict(cfg.hydra.overrides):
+        for own in OverridesParser.create().parse_overrides(list(words)):
+            if own.is_sweep_override() and own.input_line not in cfg.hydra.overrides.task:
+                (first,) = _first_options([own.input_line])
+                cfg.hydra.overrides.task[list(cfg.hydra.overrides.task).index(first)] = own.input_line
 
 
 @contextlib.contextmanager

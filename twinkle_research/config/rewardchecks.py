@@ -1,5 +1,6 @@
 """What tasks and rewards must satisfy beyond types, and what they need from one another and from the loop."""
 
+import ast
 import dataclasses
 import math
 import re
@@ -20,7 +21,7 @@ from twinkle_research.dataset.config import (
     TrainOn,
     Truncation,
 )
-from twinkle_research.errors import ConfigError
+from twinkle_research.errors import ConfigError, nearest
 from twinkle_research.reward.config import (
     CombinedRewardConfig,
     CountdownRewardConfig,
@@ -35,7 +36,7 @@ from twinkle_research.trainer.config import RlTrainerConfig, TrainConfig
 
 MANY_QUESTIONS = 2**20  # as in dataset/tasks/sums.py
 _LARGEST_SPACE = 2**62
-_OWN_FILE = re.compile(r"(.+\.py):\w+")
+_OWN_FILE = re.compile(r"(.+\.py):(\w+)")
 
 
 def task_problems(config: TrainConfig) -> Iterator[str]:
@@ -174,8 +175,37 @@ def _length(key: str, reward: LengthRewardConfig) -> Iterator[str]:
 
 
 def reward_files(config: TrainConfig) -> Iterator[str]:
-    """Stage 2: whether the file of ``reward.path=file.py:fn`` is there."""
+    """Stage 2: whether ``reward.path=file.py:fn`` is there. The file is read, not run: it may import anything."""
     for key, reward in rewards_of(config.reward).items():
         found = _OWN_FILE.fullmatch(reward.path) if isinstance(reward, FunctionRewardConfig) else None
-        if found is not None and not Path(found[1]).expanduser().is_file():
+        if found is None:
+            continue
+        file = Path(found[1]).expanduser()
+        if not file.is_file():
             yield f"{key}.path={reward.path}: there is no file {found[1]}"
+            continue
+        try:
+            tree = ast.parse(file.read_bytes(), str(file))
+        except (SyntaxError, ValueError) as error:
+            yield f"{key}.path={reward.path}: {error}"
+            continue
+        names = _top_names(tree)
+        if names is not None and found[2] not in names:
+            yield f"{key}.path={reward.path}: {found[1]} has no {found[2]!r}; {nearest(found[2], sorted(names))}"
+
+
+def _top_names(tree: ast.Module) -> set[str] | None:
+    """What a module defines, imports or assigns anywhere outside functions and classes; None where that cannot be told."""
+    names: set[str] = set()
+    pending: list[ast.AST] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        pending += ast.iter_child_nodes(node)
+    return None if "*" in names or "__getattr__" in names else names

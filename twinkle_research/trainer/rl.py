@@ -77,6 +77,11 @@ class RlTrainer(TrainingLoop):
         used = [replace(c, feature=masked(c.feature)) if self._is_masked(c) else c for c in used]
         if used and not any(c.reward is not None for c in used):
             self.tracker.message(f"step {self.step + 1}: none of {len(used)} completions could be scored")
+        elif used and all(map(self._is_masked, used)):
+            self.tracker.message(
+                f"step {self.step + 1}: all {len(used)} completions were cut off at sampler.max_tokens or could not be scored; "
+                "rollout.mask_truncated leaves them out, so nothing is trained"
+            )
         batch = RolloutBatch(self.step, n, used, len(groups), sum(map(is_flat, groups)), mean_reward(groups), dict(counts))
         self.experience.complete(batch)
         # They belong to the step that trains on them first: a resume cuts the records back to the step of its checkpoint.
