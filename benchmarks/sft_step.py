@@ -1,12 +1,14 @@
-"""One supervised step against a bare PyTorch loop over the same transformers model: time, peak memory, equal losses.
+"""One supervised step against a bare loop over the same model: time, peak memory, equal losses.
 
     python benchmarks/sft_step.py                       all cases, a table
     python benchmarks/sft_step.py --case 135m-lora-half --steps 6
 
-The bare loop is what one would write by hand: model(input_ids, attention_mask, labels) with full logits,
-clip_grad_norm_, torch.optim.AdamW. Each side is a process of its own (so peak memory can be told apart); they take turns,
-a few steps each, so that a busy machine slows both. Times are CPU seconds of the whole process with one thread unless
-OMP_NUM_THREADS says otherwise; the ratio is the median over the turns. Both sides must reach the same losses.
+The bare loop is what one would write by hand: model(input_ids, attention_mask, labels) of transformers with full logits,
+clip_grad_norm_, torch.optim.AdamW; for the megatron cases Megatron-Core's DistributedDataParallel, schedule, optimizer and
+cross entropy over the same layers, packed in the same way. Each side is a process of its own (so peak memory can be told
+apart); they take turns, a few steps each, so that a busy machine slows both. Times are CPU seconds of the whole process with
+one thread unless OMP_NUM_THREADS says otherwise; the ratio is the median over the turns. Both sides must reach the same
+losses.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ class Case:
     rows: int
     length: int
     ragged: bool = False
+    backend: str = "transformers"
 
 
 CASES = {
@@ -43,6 +46,8 @@ CASES = {
     "5m-full-half": Case("5m", False, 0.5, 8, 128),
     "5m-full-ragged": Case("5m", False, 0.5, 8, 128, ragged=True),
     "5m-lora-half": Case("5m", True, 0.5, 8, 128),
+    "5m-megatron": Case("5m", False, 0.0, 8, 128, backend="megatron"),
+    "5m-megatron-half": Case("5m", False, 0.5, 8, 128, backend="megatron"),
     "135m-full": Case("135m", False, 0.0, 8, 128),
     "135m-full-half": Case("135m", False, 0.5, 8, 128),
     "135m-lora": Case("135m", True, 0.0, 8, 128),
@@ -121,12 +126,75 @@ class Bare:
         return loss.item()
 
 
+class BareMegatron:
+    """One process."""
+
+    def __init__(self, folder: str, case: Case) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from twinkle_research.model.megatron import MegatronModel
+        from twinkle_research.model.megatron.shim import device_shim
+
+        self.shim = device_shim
+        with device_shim():
+            (self.chunk,) = MegatronModel(folder).chunks
+            self.chunk.requires_grad_(True)
+            wrapping = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+            self.model = DistributedDataParallel(self.chunk.config, wrapping, self.chunk)
+            settings = OptimizerConfig(
+                optimizer="adam", lr=LR, adam_beta2=0.999, adam_eps=1e-8, weight_decay=0.01, clip_grad=1.0, bf16=False
+            )
+            self.optimizer = get_megatron_optimizer(settings, [self.model])
+
+    def step(self, rows: list[dict[str, list[int]]]) -> float:
+        import torch
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        lengths = [row["length"] for row in rows]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        )
+        ids = torch.tensor([[token for row in rows for token in row["input_ids"]]])
+        labels = torch.tensor([label for row in rows for label in row["labels"]])[:, None]
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        trained = labels != -100
+
+        def forward(batches, model):
+            hidden = model(next(batches), positions, None, packed_seq_params=packed)
+
+            def loss(hidden):
+                logits, _ = self.chunk.output_layer(hidden, weight=self.chunk.output_weight)
+                losses = vocab_parallel_cross_entropy(logits, labels.clamp(min=0))
+                total = (losses * trained).sum() / trained.sum()
+                return total, torch.tensor(1, dtype=torch.int), {"loss": total.detach()}
+
+            return hidden, loss
+
+        with self.shim():
+            (found,) = get_forward_backward_func()(
+                forward_step_func=forward, data_iterator=iter([ids]), model=[self.model], num_microbatches=1,
+                seq_length=ids.shape[1], micro_batch_size=1, forward_only=False,
+            )  # fmt: skip
+            finalize_model_grads([self.model])
+            self.optimizer.step()
+            for group in self.optimizer.param_groups:  # mcore's scheduler would do this
+                group["weight_decay"] = 0.01 * group["wd_mult"]
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        return float(found["loss"])
+
+
 class Ours:
     def __init__(self, folder: str, case: Case) -> None:
+        from twinkle_research.model import MegatronModel, TransformersModel
         from twinkle_research.model.config import LoraAdapterConfig
-        from twinkle_research.model.transformers import TransformersModel
 
-        self.model = TransformersModel(folder)
+        self.model = {"transformers": TransformersModel, "megatron": MegatronModel}[case.backend](folder)
         if case.lora:
             self.model.add_adapter_to_model("default", LoraAdapterConfig(r=16, alpha=32.0))
         self.model.set_processor("InputProcessor", micro_batch_size=case.rows)
@@ -143,7 +211,8 @@ def serve(side: str, folder: str, case: Case) -> None:
     from transformers import AutoConfig
 
     vocabulary = AutoConfig.from_pretrained(folder).vocab_size
-    runner = {"bare": Bare, "ours": Ours}[side](folder, case)
+    bare = BareMegatron if case.backend == "megatron" else Bare
+    runner = (bare if side == "bare" else Ours)(folder, case)
     for line in sys.stdin:
         first, count = map(int, line.split())
         batches = [make_rows(case, vocabulary, step) for step in range(first, first + count)]

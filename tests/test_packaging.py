@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+
+from twinkle_research.config.megatronchecks import VERSIONS
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +65,11 @@ def test_pins_lie_within_the_declared_ranges(declared, pins):
             name = canonicalize_name(requirement.name)
             assert name in pins, f"{text} [{extra}] is not in requirements/"
             assert requirement.specifier.contains(pins[name], prereleases=True), f"{name}=={pins[name]} is outside {text}"
+
+
+def test_the_declared_range_of_megatron_is_what_a_run_asks_for(declared):
+    (text,) = declared["megatron"]
+    assert Requirement(text).specifier == SpecifierSet(VERSIONS)
 
 
 def test_what_the_lock_is_made_from_is_in_it(root, pins):

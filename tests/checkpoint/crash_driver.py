@@ -30,6 +30,7 @@ from twinkle_research.trainer.rundir import RunFolder
 class Weights:
     """What a save needs of a model: two streams of tensors that tell which save wrote them."""
 
+    backend = "transformers"
     layout = {"world_size": 1, "sharding": "none"}
 
     def __init__(self, value: float) -> None:

@@ -20,6 +20,7 @@ from twinkle_research.trainer.rundir import RunFolder
 class Weights:
     """What a save needs of a model."""
 
+    backend = "transformers"
     layout = {"world_size": 1, "sharding": "none"}
 
     def __init__(self, value=0.0, optimizer=True):

@@ -203,6 +203,7 @@ def test_s18_export_dtype_is_the_configured_one(tmp_path):
     name, adapter = make_s18(tmp_path)
 
     class Trained:
+        backend = "transformers"
         layout = {"world_size": 1, "sharding": "none"}
 
         def save_state(self, writer, save_optimizer=True):

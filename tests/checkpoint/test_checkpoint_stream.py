@@ -72,6 +72,22 @@ def test_reads_what_the_library_writes(tmp_path):
     assert all(torch.equal(tensors[n].float(), t.float()) for n, t in all_dtypes().items() if not t.is_complex())
 
 
+def test_a_region_is_all_that_is_read(tmp_path):
+    tensors = {"m": torch.arange(24.0).view(4, 6).bfloat16(), "v": torch.arange(5, dtype=torch.float64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    folder = TensorFolder(tmp_path)
+    for rows, columns in (
+        (slice(0, 4), slice(0, 6)),
+        (slice(1, 3), slice(0, 6)),
+        (slice(0, 4), slice(2, 5)),
+        (slice(3, 4), slice(5, 6)),
+    ):
+        assert torch.equal(folder.region("m", (rows, columns)), tensors["m"][rows, columns])
+    assert folder.region("v", (slice(1, 4),)).tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(CheckpointError, match="'w' is not in this checkpoint"):
+        folder.region("w", (slice(0, 1),))
+
+
 def test_shards(tmp_path):
     tensors = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(9)}
     files = write(tmp_path, tensors, limit=60)

@@ -77,6 +77,7 @@ def test_a_config_error_is_short_and_ends_with_2(words: list[str], run, tmp_path
     [
         ["dry_run=true"],
         ["dry_run=true", "experiment=muon_full"],
+        ["dry_run=true", "backend=megatron", "backend.tensor_parallel=3", "backend.pipeline_parallel=2"],
         ["-m", "dry_run=true", "optimizer.lr=1e-4,1e-3"],
         ["model=tiny", "-m", "optimizer.lr=1e-4,1e-3", "dry_run=true"],
         ["-m", "loss=grpo,rloo", "rollout.num_generations=4", "dry_run=true"],  # a setting that only the swept options have

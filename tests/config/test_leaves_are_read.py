@@ -48,6 +48,8 @@ BETWEEN_RANKS = {"launch.timeout_minutes": "distributed/runtime.py"}
 
 Reads = dict[str, set[str]]
 
+pytestmark = pytest.mark.timeout(400)  # many runs in one fixture
+
 
 def acts(file: str, function: str) -> bool:
     looker = next((functions for end, functions in LOOKERS.items() if file.endswith(end)), None)
@@ -126,6 +128,9 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
         refreshed = ["trainer.reference=refreshed", "trainer.reference_every=1", "trainer.epochs=1", "data.rows=2"]
         run("transformers", "loss=grpo", "sampler=transformers", *drawn, *refreshed)
         run("vllm", "loss=grpo", "sampler=vllm", *drawn, "trainer.max_steps=1")
+        late = ["backend.distributed_optimizer=true", "backend.overlap_grad_reduce=true", "backend.overlap_param_gather=true"]
+        alone = ["adapter=none", "data.limit=6", "data.sample_prompts=[]", "trainer.max_steps=1"]
+        run("megatron", "backend=megatron", "backend.recompute=full", *late, *alone)
     read_by_tasks_and_rewards(folder, found)
     read_by_losses_and_advantages(found)
     return found

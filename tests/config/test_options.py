@@ -1,16 +1,15 @@
 """The files of conf/: all combinations compose, and each option is what the house rules want it to be."""
 
 import dataclasses
-import itertools
-import json
-import math
 import random
 import re
-import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from headers import write_headers
 from omegaconf import OmegaConf
+from pairwise import pairwise
 
 from twinkle_research.config import compose, config_dir, to_object, validate
 from twinkle_research.config.checks import POSITIVE, RANGES
@@ -65,17 +64,8 @@ def check(words: list[str], rows: Path, model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the headers of a tiny model and no weights worth the name: validation reads no more."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(tiny.model_config(DType.float32)))
-    header, end = {}, 0
-    for name, shape in tensor_shapes(tiny.ARCHITECTURE).items():
-        size = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
-    return folder
+    return write_headers(folder, tiny.model_config(DType.float32), tensor_shapes(tiny.ARCHITECTURE))
 
 
 # Groups and options that any supervised run on given answers may combine freely.
@@ -110,8 +100,8 @@ NEEDS = {
 REINFORCED = ("advantage", "reward", "rollout", "sampler")
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_option_makes_a_valid_run(group: str, rows: Path, model: Path) -> None:
+def runs_of(group: str, rows: Path, model: Path) -> Iterator[list[str]]:
+    """For each option of a group the words of a run that it is at home in."""
     for name in ALL[group]:
         if group in REINFORCED and name == "none":
             continue  # the default of supervised runs
@@ -120,7 +110,24 @@ def test_every_option_makes_a_valid_run(group: str, rows: Path, model: Path) -> 
         if group == "loss" and ALL_LOSSES[name] == "preference":
             extra = [*NEEDS["data=preference"][1:]]
         words = [*(w for w in extra if w.startswith("loss=")), word, *(w for w in extra if not w.startswith("loss="))]
-        assert isinstance(validate(compose([w.format(rows=rows, model=model) for w in words])), TrainConfig), words
+        yield [w.format(rows=rows, model=model) for w in words]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_makes_a_valid_run(group: str, rows: Path, model: Path) -> None:
+    for words in runs_of(group, rows, model):
+        assert isinstance(validate(compose(words)), TrainConfig), words
+
+
+@pytest.mark.parametrize("group", ["loss", "data", "adapter", "optimizer", "sampler"])
+def test_every_option_makes_a_valid_run_on_megatron(group: str, rows: Path, model: Path) -> None:
+    for words in runs_of(group, rows, model):
+        cfg = compose(["backend=megatron", "model=tiny", *words])
+        if words == ["optimizer=muon"]:
+            with pytest.raises(ConfigError, match="write optimizer=adamw, or backend=transformers"):
+                validate(cfg)
+        else:
+            assert isinstance(validate(cfg), TrainConfig), words
 
 
 def kind_of_loss(name: str) -> str:
@@ -155,19 +162,6 @@ def check_combination(names: tuple[str, ...], rows: Path, model: Path) -> None:
         check(words, rows, model)
     except ConfigError as error:  # the experiment sets a value that the option chosen beside it does not have
         assert "experiment=null" not in words and "it is a setting of" in str(error), words
-
-
-def pairwise(choices: list[list[str]]) -> list[tuple[str, ...]]:
-    """Few combinations in which every pair of options of two groups occurs."""
-    combinations = list(itertools.product(*choices))
-    pairs = {c: {((i, c[i]), (j, c[j])) for i, j in itertools.combinations(range(len(c)), 2)} for c in combinations}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(combinations, key=lambda c: len(pairs[c] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
-    return chosen
 
 
 def test_every_pair_of_options_and_experiments(rows: Path, model: Path) -> None:

@@ -232,6 +232,16 @@ def test_the_clipped_value_loss(value, old, target, epsilon, expected, slope, cl
     assert float(torch.autograd.grad(loss.sum(), tensors[0])[0]) == pytest.approx(slope)
 
 
+@pytest.mark.parametrize("epsilon", [0.2, None])
+def test_values_inside_the_bounds_are_not_clipped(epsilon):
+    """Nor counted as such: in float32 old + (value - old) is not always the value."""
+    generator = torch.Generator().manual_seed(0)
+    old, target = torch.randn(2, 1, 1000, generator=generator)
+    value = old + 0.19 * (2 * torch.rand(1, 1000, generator=generator) - 1)
+    loss, where = value_objective(value, old, target, epsilon)
+    assert not where.any() and torch.equal(loss, (value - target).square() / 2)
+
+
 def critic_case() -> tuple[TokenScores, LossInputs]:
     given = {"old_values": [[1.0, 0.0], [2.0]], "returns": [[3.0, 0.5], [2.0]]}
     scores, inputs = flat_case([[-1.0, -2.0], [-0.5]], [1.0, -1.0], **given)

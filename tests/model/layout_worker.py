@@ -16,7 +16,7 @@ from tiny_models import make_rows
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.transformers import TransformersModel
-from twinkle_research.model.transformers.state import ModelState
+from twinkle_research.model.transformers.state import TransformersState
 
 LAYOUTS = ("none", "ddp", "fsdp2")
 
@@ -117,7 +117,7 @@ def steps(model: TransformersModel, seeds: range) -> list[dict]:
 
 def everything(model: TransformersModel) -> dict[str, torch.Tensor]:
     """Weights, masters and moments, whole, under the names on disk. Collective."""
-    state, training = ModelState(model), model.training_state()
+    state, training = TransformersState(model), model.training_state()
     found = model.get_state_dict()
     slots: dict[str, dict[str, torch.Tensor]] = {}
     for name, slot, tensor in training.optimizer.state():

@@ -1,19 +1,12 @@
-"""How much memory a rank needs to load and to save a sharded model (see ranks.py).
-
-Measured is RssAnon of /proc/<pid>/status: what the process has allocated. VmRSS and its peak VmHWM also count the pages of
-memory-mapped safetensors files, which belong to the page cache and go when something else needs the room. RssAnon has no
-peak of its own, so another process reads it every half millisecond.
-"""
+"""How much memory a rank needs to load and to save a sharded model (see ranks.py)."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from growth import Growth
 from tiny_models import make_rows
 
 from twinkle_research.checkpoint.stream import TensorFolder
@@ -21,32 +14,6 @@ from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.model.transformers.loading import load_skeleton
 from twinkle_research.model.transformers.sharding import ShardedModel
-
-WATCH = """
-import select, sys
-def read():
-    with open(f"/proc/{sys.argv[1]}/status") as file:
-        return int(file.read().split("RssAnon:")[1].split()[0])
-start = peak = read()
-print(start, flush=True)
-while not select.select([sys.stdin], [], [], 0.0005)[0]:
-    peak = max(peak, read())
-print(max(peak, read()) - start)
-"""
-
-
-class Growth:
-    """MB that this process had at most more than at the start of the block."""
-
-    def __enter__(self) -> "Growth":
-        self._watch = subprocess.Popen(
-            [sys.executable, "-S", "-c", WATCH, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self._watch.stdout.readline()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.mb = int(self._watch.communicate("\n")[0]) * 1024 / 1e6
 
 
 def sharded(folder: str, runtime: Runtime) -> TransformersModel:

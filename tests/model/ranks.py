@@ -1,10 +1,13 @@
-"""Starts two real processes that talk over gloo; each runs ``main(runtime, *arguments)`` of a module of this folder.
+"""Starts real processes that talk over gloo; each runs ``main(runtime, *arguments)`` of a module of this folder
+or of megatron/ in it.
 
-usage: ranks.py MODULE RANK PORT ARGUMENT...
+usage: ranks.py MODULE RANK PROCESSES PORT ARGUMENT...    RANK "all": those processes as children of this one
 """
 
+import contextlib
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,24 +16,55 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def launch(module: str, *arguments: object, seconds: float = 250, **variables: str) -> None:
-    """Until both have ended; fails with what they wrote to stderr unless both ended well."""
+def launch(
+    module: str, *arguments: object, processes: int = 2, seconds: float = 250, forked: bool = False, **variables: str
+) -> None:
+    """Until all have ended; fails with what they wrote to stderr unless all ended well.
+
+    ``forked``: the module is imported once, before the processes part. Importing Megatron-Core takes longer than most tests.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1"} | variables
+    env = (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE / "megatron", HERE.parents[1]))), "OMP_NUM_THREADS": "1"}
+        | variables
+    )
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, module, str(rank), port, *map(str, arguments)], env=env, text=True, stderr=subprocess.PIPE
+            [sys.executable, __file__, module, str(rank), str(processes), port, *map(str, arguments)],
+            env=env,
+            text=True,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-        for rank in range(2)
+        for rank in (["all"] if forked else range(processes))
     ]
     try:
         errors = [process.communicate(timeout=seconds)[1] for process in ranks]
     finally:
         for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(errors)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert not any(process.returncode for process in ranks), "\n".join(errors)
+
+
+def fork(processes: int) -> int:
+    """The rank, in each child. The parent ends when all have ended; when the first has failed, with all of them."""
+    children = set()
+    for rank in range(processes):
+        child = os.fork()
+        if child == 0:
+            return rank
+        children.add(child)
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status:
+            os.killpg(0, signal.SIGKILL)  # the others may wait for this one
+    os._exit(0)
 
 
 if __name__ == "__main__":
@@ -41,10 +75,12 @@ if __name__ == "__main__":
     from twinkle_research.model.config import Device
     from twinkle_research.trainer.config import LaunchConfig
 
-    name, rank, port, *words = sys.argv[1:]
+    name, rank, processes, port, *words = sys.argv[1:]
     torch.set_num_threads(1)
-    world = WorldInfo("torchrun", int(rank), int(rank), 2, 2, "127.0.0.1", int(port))
+    main = importlib.import_module(name).main
+    place = fork(int(processes)) if rank == "all" else int(rank)
+    world = WorldInfo("torchrun", place, place, int(processes), int(processes), "127.0.0.1", int(port))
     own = Runtime.start(LaunchConfig(timeout_minutes=1.0), Device.cpu, world)
-    importlib.import_module(name).main(own, *words)
+    main(own, *words)
     own.barrier()
     own.close()

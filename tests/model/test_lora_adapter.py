@@ -9,8 +9,10 @@ from safetensors.torch import load_file
 from tiny_models import make_rows
 
 from twinkle_research.errors import CheckpointError, ConfigError, UserError
+from twinkle_research.model import lora_config
 from twinkle_research.model.config import LoraAdapterConfig
-from twinkle_research.model.transformers import MultiLoraTransformersModel, TransformersModel, lora
+from twinkle_research.model.facts import linear_module_names
+from twinkle_research.model.transformers import MultiLoraTransformersModel, TransformersModel
 
 
 def add(folder, config, dtype="float32", **options):
@@ -101,7 +103,7 @@ REFUSED = {
 def test_every_field_of_peft_is_supported_or_refused(tiny_llama):
     """The model stays whole where one is refused: layer_replication, for one, would cut the base for all adapters."""
     known = {field.name for field in dataclasses.fields(LoraConfig)}
-    assert known == lora._SUPPORTED | lora._OF_THE_FILE | REFUSED.keys()
+    assert known == lora_config._SUPPORTED | lora_config._OF_THE_FILE | REFUSED.keys()
     model = MultiLoraTransformersModel(tiny_llama)
     model.add_adapter_to_model("first", LoraConfig(target_modules="all-linear"))
     before = model.forward_only(make_rows(2), adapter_name="first").result["logps"]
@@ -273,3 +275,66 @@ def test_s18_merged_weights_round_once(tiny_llama):
         layer.lora_B["default"].weight.fill_(1.0)
     merged = dict(model.named_weights())["model.layers.0.self_attn.q_proj.weight"]
     assert merged.to(torch.bfloat16).unique().tolist() == [1.0078125]
+
+
+MIXTURES = {
+    # The first layer is dense.
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request, tmp_path_factory):
+    import transformers
+
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{request.param}Config")(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=64, **MIXTURES[request.param],
+    )  # fmt: skip
+    getattr(transformers, f"{request.param}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+def test_all_linear_of_a_mixture_of_experts_is_its_attention(mixture, tmp_path):
+    """PEFT would put a LoRA on the experts too, which neither a merge nor vLLM can read. Saved, it can be loaded again."""
+    from transformers import AutoModelForCausalLM
+
+    rows = make_rows(4)
+    model = add(mixture, LoraAdapterConfig(r=4, dropout=0.1))
+    expected = [f"base_model.model.model.layers.{i}.self_attn.{x}_proj" for i in range(2) for x in "koqv"]
+    assert adapted(model) == expected
+    train(model, rows)
+    after = model.forward_only(rows).result["logps"]
+    folder = f"{model.save('x', output_dir=str(tmp_path)).checkpoint_dir}/adapter"
+    again = TransformersModel(mixture)
+    again.add_adapter_to_model("default", folder)
+    assert adapted(again) == expected and again.forward_only(rows).result["logps"] == after
+    reloaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32), folder)
+    theirs = get_peft_model_state_dict(reloaded)
+    assert theirs.keys() == model.training_state().parameters.keys()
+    plain = TransformersModel(mixture)
+    merged = dict(model.named_weights())
+    with torch.no_grad():
+        for name, parameter in plain.module.named_parameters():
+            parameter.copy_(merged[name])
+    for mine, right in zip(plain.forward_only(rows).result["logps"], after):
+        assert mine == pytest.approx(right, abs=1e-4)
+
+
+def test_targets_in_a_mixture_of_experts(mixture):
+    part = add(mixture, LoraConfig(r=4, target_modules=r".*layers\.1\..*[qv]_proj"))
+    assert adapted(part) == [f"base_model.model.model.layers.1.self_attn.{x}_proj" for x in "qv"]
+    both = MultiLoraTransformersModel(mixture)
+    for name in ("one", "two"):  # the second finds layers that have a LoRA
+        both.add_adapter_to_model(name, LoraConfig(r=4, target_modules="all-linear"))
+        assert len(both.training_state(name).parameters) == 16
+    own = "w1" if "Mixtral" in str(mixture) else "down_proj"
+    for wrong in (["q_proj", own], ["gate"]):
+        with pytest.raises(ConfigError, match=rf"target_modules names {wrong[-1]}, by which PEFT means experts or their router"):
+            add(mixture, LoraConfig(target_modules=wrong))
+    with pytest.raises(ConfigError, match=r"target_modules names model.layers.\d.mlp.experts, a .*Experts"):
+        add(mixture, LoraConfig(target_modules=["experts"]))
+    assert linear_module_names(mixture) == ("k_proj", "o_proj", "q_proj", "v_proj")  # what the run plan counts

@@ -5,7 +5,6 @@ import torch
 from test_partition import LORA, updates, weights
 from tiny_models import make_rows, relative_distance
 
-from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import UserError
 from twinkle_research.loss import resolve_loss
 from twinkle_research.model.transformers import TransformersModel
@@ -40,7 +39,7 @@ def new_model(folder, name, options, *, lora=False, processor=None, move=0.3, **
     loss = resolve_loss(name, **options)
     model.set_loss(loss)
     model.set_processor("InputProcessor", **(processor or {"micro_batch_size": 1}))
-    inputs = PairInputs(model, loss, Runtime()) if loss.needs_reference else dict
+    inputs = PairInputs(model, loss) if loss.needs_reference else dict
     with torch.no_grad():
         for i, parameter in enumerate(model.training_state().parameters.values()):
             wave = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)

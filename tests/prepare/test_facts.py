@@ -17,10 +17,14 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from twinkle_research.errors import ConfigError
@@ -74,6 +78,38 @@ def test_qwen2_has_biases():
     )  # fmt: skip
     assert tensor_shapes(architecture) == {name: tuple(p.shape) for name, p in model.state_dict().items()}
     assert read_facts(architecture).parameters == sum(p.numel() for p in model.parameters())
+
+
+MIXTURES = [
+    (MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2), (4, 2, 48, False)),
+    (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(
+            **SMALL, head_dim=16, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, mlp_only_layers=[1],
+            decoder_sparse_step=1,
+        ),
+        (4, 3, 24, True),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "config", "expected"), MIXTURES, ids=["mixtral", "qwen3_moe"])
+def test_mixtures_of_experts(tmp_path, kind, config, expected):
+    model = kind(config)
+    facts = read_facts(saved(model, tmp_path))
+    found = facts.num_experts, facts.experts_per_token, facts.expert_intermediate_size, facts.has_dense_layers
+    assert found == expected
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert facts.parameters == sum(p.numel() for p in model.parameters()) and facts.expert_parameters == experts > 0
+    # all-linear means neither experts nor routers, nor what PEFT takes for experts: a dense layer's parts of the same name.
+    linear = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and ".self_attn." in n]
+    assert len(facts.linear_shapes) == len(linear)
+    assert set(facts.linear_modules) == {name.rpartition(".")[2] for name in linear}
+
+
+def test_a_dense_model_has_no_experts(llama):
+    facts = read_facts(llama)
+    assert (facts.num_experts, facts.expert_intermediate_size, facts.expert_parameters) == (0, 0, 0) and facts.has_dense_layers
 
 
 def test_other_layouts(tmp_path):

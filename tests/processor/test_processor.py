@@ -230,6 +230,8 @@ def test_the_distribution_that_rows_were_drawn_from() -> None:
     assert [t.tolist() for t in packed.kept] == [[1, 1, 2, 6, 7, 7], [3, 7, 4, 9, 1, 9]]
     plain = collate([feature([1, 2])])
     assert plain.temperature is None and plain.kept is None
+    (nothing,) = {len(part) for part in collate([feature([1, 2], [IGN, IGN], kept_ids=[])]).kept}
+    assert nothing == 0
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def test_another_setting_is_refused_by_name(tmp_path, capfd):
     assert "optimizer.lr" in capfd.readouterr().err
 
 
+def test_a_model_is_looked_at_when_it_is_here(tmp_path, capfd):
+    """As one from a hub, of which the plan knew nothing."""
+    assert train_in_child(tmp_path / "a", *BASE, "data.max_length=2000") == 2
+    assert train_in_child(tmp_path / "b", *BASE, "backend=megatron", "backend.virtual_stages=3") == 2
+    told = capfd.readouterr().err
+    assert "data.max_length=2000 is more than the 1024 positions" in told and "backend.virtual_stages=3 must divide" in told
+
+
 def test_resume_from_the_checkpoint_of_another_run(tmp_path):
     """`resume=<path>` goes on with weights, optimizer and data position, in a folder and a record of its own."""
     assert train_in_child(tmp_path / "first", "trainer.max_steps=2") == 0

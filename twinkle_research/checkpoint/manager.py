@@ -36,11 +36,10 @@ class CheckpointManager:
     Only the holder of the run's lock may save: the first save removes what a crash has left.
     """
 
-    def __init__(self, folder: RunFolder, cfg: CheckpointConfig, runtime: Runtime, backend: str = "transformers") -> None:
+    def __init__(self, folder: RunFolder, cfg: CheckpointConfig, runtime: Runtime) -> None:
         self.root = folder.checkpoints
         self.cfg = cfg
         self.runtime = runtime
-        self.backend = backend
         self.config_hash = hashlib.sha256(folder.config.read_bytes()).hexdigest() if folder.config.is_file() else ""
         self._cleaned = False
         self._thread: threading.Thread | None = None
@@ -73,7 +72,7 @@ class CheckpointManager:
                 self.root,
                 step_name(step),
                 step=step,
-                backend=self.backend,
+                backend=model.backend,
                 layout=model.layout,
                 config_hash=self.config_hash,
                 metric=metric if metric is not None and math.isfinite(metric) else None,

@@ -203,7 +203,7 @@ class TensorFolder(Mapping):
     """The tensors of a folder with ``<stem>.safetensors`` or ``<stem>.safetensors.index.json`` and its shards.
 
     ``folder[name]`` reads that one tensor (memory-mapped: copy it before the file goes away or to write to it),
-    ``folder.spec(name)`` says what it is without reading it, ``folder.part(name, rows)`` reads some of its rows.
+    ``folder.spec(name)`` says what it is without reading it, ``part`` and ``region`` read some of it.
     Pickle files are never opened. Links are followed only with ``follow_links`` (the Hugging Face cache consists of links).
     """
 
@@ -280,6 +280,11 @@ class TensorFolder(Mapping):
     def part(self, name: str, rows: slice) -> torch.Tensor:
         """Some rows of a tensor; the others are not read."""
         return self[name] if rows == slice(None) else self._handle(name).get_slice(name)[rows]
+
+    def region(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, one slice with start and stop for each dimension; the rest is not read."""
+        whole = tuple(slice(0, size) for size in self.spec(name).shape)
+        return self[name] if index == whole else self._handle(name).get_slice(name)[index]
 
     def _handle(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open

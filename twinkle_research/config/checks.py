@@ -14,7 +14,9 @@ from packaging.version import Version
 
 from twinkle_research.config.datachecks import data_problems
 from twinkle_research.config.keys import all_keys
+from twinkle_research.config.layouts import Backend
 from twinkle_research.config.losschecks import loss_problems
+from twinkle_research.config.megatronchecks import megatron_problems
 from twinkle_research.config.preferencechecks import preference_problems
 from twinkle_research.config.resume import problems_of_run_folder
 from twinkle_research.config.rewardchecks import part_numbers, reward_problems, task_problems
@@ -73,6 +75,7 @@ def stage_1(config: TrainConfig) -> Iterator[str]:
     yield from _evaluation(config)
     yield from _tracking(config.tracking)
     yield from _launch(config)
+    yield from megatron_problems(config)
 
 
 # --- ranges ---------------------------------------------------------------------------------------------------------
@@ -96,6 +99,13 @@ BELOW_ONE = Range(0, 1, high_excluded=True)
 RANGES = {
     "seed": Range(0, MAX_SEED),
     "backend.logits_chunk": Range(1),
+    "backend.tensor_parallel": Range(1),
+    "backend.pipeline_parallel": Range(1),
+    "backend.virtual_stages": Range(1),
+    "backend.context_parallel": Range(1),
+    "backend.expert_parallel": Range(1),
+    "backend.expert_tensor_parallel": Range(1),
+    "backend.recompute_layers": Range(1),
     "adapter.r": Range(1),
     "adapter.dropout": BELOW_ONE,
     "optimizer.lr": Range(0),
@@ -235,7 +245,7 @@ def _run(config: TrainConfig) -> Iterator[str]:
         yield "eval_only=true reads a checkpoint, so resume=never contradicts it; write resume=auto or resume=<checkpoint>"
 
 
-def _model(model: ModelConfig, backend: TransformersBackendConfig) -> Iterator[str]:
+def _model(model: ModelConfig, backend: Backend) -> Iterator[str]:
     if model.path is None and model.source is None:
         yield f"model={model.name} has no model of its own: give model.path=<folder or hub id>"
     if model.path is not None and not model.path.strip():
@@ -321,6 +331,8 @@ def _tracking(tracking: TrackingConfig) -> Iterator[str]:
 
 
 def _launch(config: TrainConfig) -> Iterator[str]:
+    if not isinstance(config.backend, TransformersBackendConfig):
+        return
     launch, sharding = config.launch, config.backend.sharding
     processes = (launch.nproc_per_node or 1) * launch.nodes
     if sharding is Sharding.none and processes > 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from twinkle_research import template
+from twinkle_research.config.megatronchecks import megatron_against_model, megatron_installed
 from twinkle_research.config.rewardchecks import reward_files
 from twinkle_research.config.samplerchecks import sampler_against_model, sampler_installed
 from twinkle_research.config.schema import config_dir
@@ -34,6 +35,7 @@ def stage_2(config: TrainConfig) -> Iterator[str]:
     yield from reward_files(config)
     yield from _wandb(config)
     yield from sampler_installed(config)
+    yield from megatron_installed(config)
     yield from _shipped_facts(config.model)
     try:
         facts = model_facts(config.model)
@@ -41,7 +43,7 @@ def stage_2(config: TrainConfig) -> Iterator[str]:
         yield str(error)
         return
     if facts is not None:
-        yield from _against_model(config, facts)
+        yield from against_model(config, facts)
 
 
 def _wandb(config: TrainConfig) -> Iterator[str]:
@@ -118,7 +120,8 @@ def _facts_in_option(name: str) -> tuple[object, object] | None:
     return model.source, None if architecture is None else OmegaConf.to_object(architecture)
 
 
-def _against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
+def against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
+    """What the model does not have or cannot do. A model from a hub is looked at when it is here."""
     model = config.model.path or f"model={config.model.name}"
     if facts.max_positions and config.data.max_length > facts.max_positions:
         yield f"data.max_length={config.data.max_length} is more than the {facts.max_positions} positions of {model}"
@@ -129,10 +132,11 @@ def _against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
                 yield f"'adapter.{key}' names '{name}', which {model} does not have; {near}"
         yield from _low_rank_on_tied(config.adapter, facts)
     yield from sampler_against_model(config, facts)
+    yield from megatron_against_model(config, facts)
 
 
 def _low_rank_on_tied(adapter: LoraAdapterConfig, facts: Facts) -> Iterator[str]:
-    """As model/transformers/lora.py, which knows it from the model itself."""
+    """As model/lora_config.py, which knows it from the model itself."""
     tied = [name for name in facts.modules if facts.tied_embeddings and _last(name) in _SHARED]
     for name in tied:
         if any(name in facts.matching(target) for target in adapter.target_modules):

@@ -1,6 +1,7 @@
 """The run plan: what a command would do, before anything is started. Computed without torch."""
 
 import glob
+import math
 import os
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -8,6 +9,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from twinkle_research.config.layouts import data_parallel_size, default_processes, fewest_processes, layout_text
+from twinkle_research.config.megatronchecks import megatron_notes, processes_problems
 from twinkle_research.config.memory import GIB, Memory, available_bytes, estimate, trainable_parameters
 from twinkle_research.config.storage import FILE_NAME, to_object
 from twinkle_research.dataset.config import (
@@ -22,14 +25,13 @@ from twinkle_research.distributed.env import WorldInfo, detect
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Device, Sharding
 from twinkle_research.model.facts import Facts
+from twinkle_research.model.megatron.config import MegatronBackendConfig
 from twinkle_research.model.prepare import model_facts
 from twinkle_research.rollout.config import SingleTurnConfig
 from twinkle_research.sampler.choice import chosen_sampler
 from twinkle_research.tracking.config import WandbMode
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.trainer.config import TrainConfig
-
-_SEVERAL = (Sharding.ddp, Sharding.fsdp2)  # a process for each GPU, unless launch says otherwise
 
 
 @dataclass(frozen=True)
@@ -58,35 +60,41 @@ def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> R
     if config.backend.device is Device.cuda and gpus == 0:
         raise ConfigError("backend.device=cuda, but no GPU is visible here; backend.device=auto or cpu runs without one")
     nodes, nproc = _processes(config, world, gpus)
-    if config.backend.sharding is Sharding.none and nodes * nproc > 1:
-        raise ConfigError(
-            f"backend.sharding=none runs in one process, but {nodes * nproc} are started; write backend.sharding=ddp"
-        )
-    if config.backend.sharding is Sharding.fsdp2 and nodes * nproc == 1:
-        raise ConfigError(
-            "backend.sharding=fsdp2 splits the model over processes, but one is started; give launch.nproc_per_node=2 or more, "
-            "or backend.sharding=auto"
-        )
-    together = getattr(config.sampler, "tensor_parallel", 1)
-    if nodes * nproc % together:
-        raise ConfigError(
-            f"sampler.tensor_parallel={together} needs a multiple of {together} processes, but {nodes * nproc} are started; give "
-            f"launch.nproc_per_node={together}"
-        )
+    _check_layout(config, nodes * nproc)
     facts = model_facts(config.model)
     device = "cuda" if gpus else "cpu"
-    memory = None if facts is None else estimate(config, facts, nodes * nproc)
+    memory = None if facts is None else estimate(config, facts, nodes * nproc, on_cpu=not gpus)
     return RunPlan(
         nodes=nodes,
         nproc_per_node=nproc,
         world_size=nodes * nproc,
         device=device,
-        layout=_layout(nodes, nproc, config.backend.sharding),
+        layout=layout_text(config.backend, nodes, nproc),
         parameters=None if facts is None else facts.parameters,
         trainable=None if facts is None else trainable_parameters(config.adapter, facts),
         memory=memory,
         warnings=tuple(_warnings(config, nodes * nproc, nproc, device, memory, facts)),
     )
+
+
+def _check_layout(config: TrainConfig, processes: int) -> None:
+    backend = config.backend
+    if isinstance(backend, MegatronBackendConfig):
+        if problems := list(processes_problems(backend, processes)):
+            raise ConfigError("\n".join(problems))
+    elif backend.sharding is Sharding.none and processes > 1:
+        raise ConfigError(f"backend.sharding=none runs in one process, but {processes} are started; write backend.sharding=ddp")
+    elif backend.sharding is Sharding.fsdp2 and processes == 1:
+        raise ConfigError(
+            "backend.sharding=fsdp2 splits the model over processes, but one is started; give launch.nproc_per_node=2 or more, "
+            "or backend.sharding=auto"
+        )
+    together = getattr(config.sampler, "tensor_parallel", 1)
+    if processes % together:
+        raise ConfigError(
+            f"sampler.tensor_parallel={together} needs a multiple of {together} processes, but {processes} are started; give "
+            f"launch.nproc_per_node={math.lcm(together, fewest_processes(backend))}"
+        )
 
 
 def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, int]:
@@ -102,7 +110,12 @@ def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, i
         return nodes, nproc
     if launch.nodes > 1:
         raise ConfigError(f"launch.nodes={launch.nodes} needs torchrun or srun on every machine; see slurm/README.md")
-    nproc = launch.nproc_per_node or (max(1, gpus) if config.backend.sharding in _SEVERAL else 1)
+    nproc = launch.nproc_per_node or default_processes(config.backend, gpus)
+    if gpus and nproc > gpus and fewest_processes(config.backend) > gpus:
+        raise ConfigError(
+            f"the layout of backend.* needs {fewest_processes(config.backend)} GPUs, but {gpus} are visible; lower "
+            "tensor_parallel, pipeline_parallel, context_parallel or expert_parallel, or write backend.device=cpu"
+        )
     if gpus and nproc > gpus:
         raise ConfigError(
             f"launch.nproc_per_node={nproc} needs as many GPUs, but {gpus} are visible; give {gpus}, or backend.device=cpu"
@@ -125,26 +138,22 @@ def visible_gpus() -> int:
     return len(names[: names.index("-1")] if "-1" in names else [name for name in names if name])
 
 
-def _layout(nodes: int, nproc: int, sharding: Sharding) -> str:
-    if nodes * nproc == 1:
-        return "one process"
-    how = "data-parallel, the model sharded," if sharding is Sharding.fsdp2 else "data-parallel"
-    return f"{how} over {nodes * nproc} processes" + (f" ({nodes} machines x {nproc})" if nodes > 1 else "")
-
-
 def _warnings(
     config: TrainConfig, world_size: int, nproc: int, device: str, memory: Memory | None, facts: Facts | None
 ) -> list[str]:
     found = []
-    batch = config.trainer.batch_size
-    if world_size > batch:
-        found.append(f"trainer.batch_size={batch} is less than {world_size} processes: {world_size - batch} of them stay idle")
-    elif batch % world_size:
-        found.append(f"trainer.batch_size={batch} does not divide by {world_size} processes: some have a row more than others")
+    batch, shares = config.trainer.batch_size, data_parallel_size(config.backend, world_size)
+    kind = "processes" if shares == world_size else "data-parallel shares"
+    if shares > batch:
+        found.append(f"trainer.batch_size={batch} is less than {shares} {kind}: {shares - batch} of them stay idle")
+    elif batch % shares:
+        found.append(f"trainer.batch_size={batch} does not divide by {shares} {kind}: some have a row more than others")
+    found += megatron_notes(config, world_size)
     if device == "cpu" and memory is not None and memory.total * nproc > available_bytes():
         found.append(
             f"the estimate, {nproc} x {memory.total / GIB:.1f} GiB, is more than the {available_bytes() / GIB:.1f} GiB of this "
-            "machine: lower data.max_length or trainer.micro_batch_size, or set backend.gradient_checkpointing=true"
+            "machine: lower data.max_length or trainer.micro_batch_size, or set backend."
+            + ("recompute=full" if isinstance(config.backend, MegatronBackendConfig) else "gradient_checkpointing=true")
         )
     if facts is None:
         found.append(f"{config.model.path} is not in the local cache: it is downloaded at the start, and checked then")
@@ -247,9 +256,11 @@ def _batch_text(plan: RunPlan, config: TrainConfig) -> str:
     if isinstance(config.rollout, SingleTurnConfig):
         rows *= config.rollout.num_generations
         text = f"{trainer.batch_size} prompts x {config.rollout.num_generations} completions a step"
-    share = -(-rows // plan.world_size)
-    if plan.world_size > 1:
-        text += f" = {plan.world_size} processes x {share if rows % plan.world_size == 0 else f'at most {share}'}"
+    shares = data_parallel_size(config.backend, plan.world_size)
+    share = -(-rows // shares)
+    if shares > 1:
+        kind = "processes" if shares == plan.world_size else "shares"
+        text += f" = {shares} {kind} x {share if rows % shares == 0 else f'at most {share}'}"
     if trainer.micro_batch_tokens is not None:
         how = "packed into rows" if config.data.packing else "in micro-batches"
         return f"{text}, {how} of at most {trainer.micro_batch_tokens} tokens (a longer row is one of its own)"

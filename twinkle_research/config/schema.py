@@ -52,6 +52,7 @@ from twinkle_research.loss.config import (
     SimPOConfig,
 )
 from twinkle_research.model.config import LoraAdapterConfig, ModelConfig, NoAdapterConfig, TransformersBackendConfig
+from twinkle_research.model.megatron.config import MegatronBackendConfig
 from twinkle_research.reward.config import REWARDS, CombinedRewardConfig
 from twinkle_research.rollout.config import SingleTurnConfig
 from twinkle_research.sampler.config import AutoSamplerConfig, TransformersSamplerConfig, VLLMSamplerConfig
@@ -83,6 +84,7 @@ class Schema:
 SCHEMAS = (
     Schema("model", "base_model", ModelConfig),
     Schema("backend", "base_transformers", TransformersBackendConfig),
+    Schema("backend", "base_megatron", MegatronBackendConfig),
     Schema("adapter", "base_none", NoAdapterConfig),
     Schema("adapter", "base_lora", LoraAdapterConfig),
     Schema("optimizer", "base_adam", AdamConfig),

@@ -20,7 +20,8 @@ def value_objective(values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor
     plain_BT = (values_BT - returns_BT).square()
     if epsilon is None:
         return plain_BT / 2, torch.zeros_like(plain_BT, dtype=torch.bool)
-    near_BT = old_values_BT + (values_BT - old_values_BT).clamp(-epsilon, epsilon)
+    # Inside the bounds these are the values themselves, to the last bit: a sum of two parts would count as clipped by rounding.
+    near_BT = values_BT.clamp(old_values_BT - epsilon, old_values_BT + epsilon)
     clipped_BT = (near_BT - returns_BT).square()
     return torch.maximum(plain_BT, clipped_BT) / 2, clipped_BT > plain_BT
 

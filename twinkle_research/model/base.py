@@ -18,6 +18,7 @@ from twinkle_research.errors import UserError
 
 if TYPE_CHECKING:
     from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter
+    from twinkle_research.distributed.runtime import Runtime
 
 
 @dataclass
@@ -76,6 +77,8 @@ class TwinkleModel(ABC):
     labels[1:] + [-100].) Rows need no padding.
     """
 
+    backend: str  # name of the config option that chooses this class; checkpoints record it
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Methods without a docstring take that of the interface, so that help() says something."""
         super().__init_subclass__(**options)
@@ -119,7 +122,14 @@ class TwinkleModel(ABC):
     @property
     @abstractmethod
     def data_parallel(self) -> tuple[int, int]:
-        """(rank, size): which share of a global batch this process works on."""
+        """(rank, size): which share of a global batch this process works on. Several processes may work on one share
+        together; they are all given its rows, and all get its results."""
+
+    @property
+    @abstractmethod
+    def shares(self) -> Runtime:
+        """Sums, and gathered values in the order of the shares, that count each data-parallel share once, however many
+        processes work on it. They are collective over all processes, which all get the result."""
 
     @property
     @abstractmethod
@@ -169,6 +179,14 @@ class TwinkleModel(ABC):
         """
 
     @abstractmethod
+    def zero_grad(self, adapter_name: str | None = None) -> None:
+        """Clears the gradients, unless an accumulation window is open."""
+
+    @abstractmethod
+    def lr_step(self, adapter_name: str | None = None) -> None:
+        """Moves the schedule on, once for each optimizer step."""
+
+    @abstractmethod
     def finish_window(self, max_grad_norm: float | None = 1.0, adapter_name: str | None = None) -> None:
         """Applies a last, shorter accumulation window. Does nothing when none is open."""
 
@@ -179,6 +197,9 @@ class TwinkleModel(ABC):
     @abstractmethod
     def get_train_configs(self, adapter_name: str | None = None) -> TrainConfigs:
         """What the adapter is trained with."""
+
+    def close(self) -> None:  # noqa: B027 (most backends hold nothing)
+        """Lets go of what the processes of the model hold together. Nothing can be computed afterwards. Collective."""
 
     # --- critic and reference -----------------------------------------------------------------------------------
 

@@ -58,16 +58,20 @@ class KeyedDropout(nn.Module):
     def _mask(self, x: Tensor, key: DropoutKey) -> Tensor:
         features = x.shape[2:] if x.shape[:2] == key.shape else x.shape[1:]
         mask = torch.ones(*key.shape, *features, dtype=x.dtype, device=x.device)
-        generator = torch.Generator(device=x.device)
         for row, where, sample in key.documents:
-            generator.manual_seed(derive_seed(self.state.seed, "dropout", key.step, sample, self.name))
-            tokens = where.stop - where.start
-            draw = torch.rand(tokens, *features, generator=generator, device=x.device)
-            mask[row, where] = (draw >= self.p).to(x.dtype).div_(1.0 - self.p)
+            shape = (where.stop - where.start, *features)
+            mask[row, where] = document_mask(self.p, self.state.seed, key.step, sample, self.name, shape, x)
         return mask.view(x.shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, name={self.name}"
+
+
+def document_mask(p: float, seed: int, step: int, sample: int, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """[tokens, ...]: 0 with probability ``p``, else 1 / (1 - p); the mask of one row in the module ``name``."""
+    generator = torch.Generator(device=like.device).manual_seed(derive_seed(seed, "dropout", step, sample, name))
+    draw = torch.rand(shape, generator=generator, device=like.device)
+    return (draw >= p).to(like.dtype).div_(1.0 - p)
 
 
 def key_dropout(model: nn.Module, state: DropoutState, rename: Callable[[str], str] = str) -> list[str]:

@@ -21,6 +21,7 @@ ALL_LINEAR = "all-linear"
 _DENSE = ("llama", "qwen2", "qwen3")
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "tok_embeddings", "position_embeddings")
 _HEADS = ("lm_head", "embed_out", "output_layer")
+_ROUTERS = ("gate", "router")  # what chooses the experts of a token: no linear module in memory, nor are experts
 # Parts of multimodal and multi-token-prediction checkpoints that a causal language model does not load.
 _OTHER_PARTS = {"visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "mtp"}
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
@@ -35,6 +36,8 @@ class Facts:
     ``parameters`` counts a tied embedding once; ``embedding_parameters`` are those of token embedding and, where it
     is not tied, output head. ``modules`` are all modules that own a weight, under their on-disk names, head included;
     ``linear_modules`` the last name parts of those that ``all-linear`` stands for. ``weight_bytes`` is the size on disk.
+    Of a mixture of experts: ``num_experts`` in a layer, ``experts_per_token``, ``expert_intermediate_size`` of one expert's
+    MLP, and the parameters of them all; ``has_dense_layers`` where there are also layers with an ordinary MLP.
     """
 
     model_type: str
@@ -53,6 +56,11 @@ class Facts:
     linear_modules: tuple[str, ...]
     modules: tuple[str, ...]
     weight_bytes: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    expert_parameters: int = 0
+    has_dense_layers: bool = True
 
     def unknown_modules(self, targets: Iterable[str]) -> list[str]:
         """Those of ``targets`` that name no module. A target names a whole module path or the end of one (PEFT's rule)."""
@@ -74,6 +82,11 @@ def read_facts(source: str | Path | ArchitectureConfig) -> Facts:
     config = read_json(folder / "config.json")
     headers = _read_headers(folder)
     return _facts_of_folder(config, headers)
+
+
+def is_vocabulary_module(name: str) -> bool:
+    """Whether a module's name is that of a token embedding or an output head."""
+    return name.rpartition(".")[2] in _EMBEDDINGS + _HEADS
 
 
 def linear_module_names(source: str | Path | ArchitectureConfig) -> tuple[str, ...]:
@@ -140,11 +153,13 @@ def _facts_of_folder(config: dict[str, Any], headers: _Headers) -> Facts:
         return next((int(text[name]) for name in names if isinstance(text.get(name), int)), default)
 
     hidden, heads = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head")
+    width = number("intermediate_size", "n_inner", "ffn_dim")
+    experts = number("num_local_experts", "num_experts", "n_routed_experts")
     return Facts(
         model_type=str(config.get("model_type", "unknown")),
         vocab_size=number("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=number("intermediate_size", "n_inner", "ffn_dim"),
+        intermediate_size=width,
         num_layers=number("num_hidden_layers", "n_layer"),
         num_heads=heads,
         num_kv_heads=number("num_key_value_heads", default=heads),
@@ -152,6 +167,10 @@ def _facts_of_folder(config: dict[str, Any], headers: _Headers) -> Facts:
         max_positions=number("max_position_embeddings", "n_positions"),
         tied_embeddings=tied,
         weight_bytes=headers.bytes,
+        num_experts=experts,
+        experts_per_token=number("num_experts_per_tok") if experts else 0,
+        expert_intermediate_size=number("moe_intermediate_size", default=width) if experts else 0,
+        has_dense_layers=not experts or any(_module(name)[0].endswith(".mlp.up_proj") for name in shapes),
         **_count(shapes, tied),
     )
 
@@ -164,8 +183,8 @@ def _module(tensor: str) -> tuple[str, str]:
 
 def _count(shapes: Shapes, tied: bool) -> dict[str, Any]:
     """Parameter counts and module names out of tensor names and shapes."""
-    modules, linear, linear_shapes = [], set(), []
-    parameters = embedding = 0
+    modules, linear, of_experts = [], [], set()
+    parameters = embedding = experts = 0
     for tensor, shape in shapes.items():
         path, last = _module(tensor)
         if tied and last in _HEADS:
@@ -174,14 +193,19 @@ def _count(shapes: Shapes, tied: bool) -> dict[str, Any]:
         parameters += math.prod(shape)
         if last in _EMBEDDINGS or last in _HEADS:
             embedding += math.prod(shape)
-        elif len(shape) == 2 and tensor.endswith(".weight"):
-            linear.add(last)
-            linear_shapes.append((shape[0], shape[1]))
+        elif "experts" in path.split("."):
+            experts += math.prod(shape)
+            of_experts.add(last)
+        elif last not in _ROUTERS and len(shape) == 2 and tensor.endswith(".weight"):
+            linear.append((last, (shape[0], shape[1])))
     if tied:
         modules.append("lm_head")
+    # PEFT takes these names for the experts', wherever they stand (see lora_config.py).
+    linear = [(last, shape) for last, shape in linear if last not in of_experts]
     return {
-        "parameters": parameters, "embedding_parameters": embedding, "linear_shapes": tuple(sorted(linear_shapes)),
-        "linear_modules": tuple(sorted(linear)), "modules": tuple(sorted(set(modules))),
+        "parameters": parameters, "embedding_parameters": embedding, "expert_parameters": experts,
+        "linear_shapes": tuple(sorted(shape for _, shape in linear)),
+        "linear_modules": tuple(sorted({last for last, _ in linear})), "modules": tuple(sorted(set(modules))),
     }  # fmt: skip
 
 

@@ -54,9 +54,6 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter)
         return {name: self._buffers.get(name, p.grad) for name, p in self.parameters.items()}
 
-    def add_(self, name: str, gradient: Tensor) -> None:
-        self.tensors()[name].add_(gradient)
-
     def all_reduce(self, runtime: Runtime) -> None:
         """Sums over ranks, in flat buckets. Collective."""
         if runtime.world_size == 1:
@@ -84,12 +81,19 @@ class Gradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def clear_whole(self) -> None:
-        """Clears those that every rank has whole."""
+    def consolidate(self, runtime: Runtime) -> None:
+        """Leaves the sum over ranks on rank 0 alone: what is added afterwards, on any rank, adds to it. Those of sharded
+        parameters are sums already. Collective."""
+        self.all_reduce(runtime)
         for name, parameter in self.parameters.items():
-            if name not in self._sharded:
+            if not runtime.is_main and name not in self._sharded:
                 self._buffers.pop(name, None)
                 parameter.grad = None
+
+    def restore(self, name: str, gradient: Tensor, runtime: Runtime) -> None:
+        """Adds a sum that ``consolidate`` left (of a sharded parameter this rank's part) where it was."""
+        if runtime.is_main or name in self._sharded:
+            self.tensors()[name].add_(gradient)
 
     def close(self) -> None:
         """Forgets the parameters; their gradients no longer come here."""

@@ -1,7 +1,7 @@
 """Log-probabilities of labels from hidden states, without ever holding the logits of all positions.
 
 The vocabulary projection runs in chunks of positions, and only at positions that have a label. Independent of
-transformers: every backend that has hidden states and a projection matrix can use it.
+transformers: every backend that has hidden states and a projection matrix, or a shard of its rows, can use it.
 
 Notation: N labelled positions, D hidden size, V vocabulary. z = softcap(scale * (h W^T + b)) / temperature, -inf outside a
 position's kept set where it has one, p = softmax(z).
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from twinkle_research.model.vocabulary import WHOLE, Vocabulary
 
 OUTPUTS = ("logprobs", "entropy", "logsumexp", "mean_logprobs")
 
@@ -60,6 +62,7 @@ def score_labels(
     chunk: int = 512,
     logprob_gradient_N: Tensor | None = None,
     sampled_from: SampledFrom = SampledFrom(),
+    vocabulary: Vocabulary = WHOLE,
 ) -> HeadScores:
     """Log-probability of each label, and what ``needs`` names of OUTPUTS, differentiable in hidden, weight and bias.
 
@@ -72,6 +75,10 @@ def score_labels(
     entropy). It only saves work: where it turns out to be wrong the exact gradient is computed, at twice the cost.
     ``sampled_from``: all values are then those of the tempered, filtered distribution; the kept set is taken as given.
     Labels must lie in [0, V), and in their kept set; the caller checks that.
+    ``vocabulary``: of a ShardedVocabulary, ``weight_VD`` and ``bias_V`` are this rank's rows. The values are those of the
+    whole vocabulary, on every rank; ids are the vocabulary's. Weight and bias get the gradient of their rows; that of
+    ``hidden_ND`` is this shard's PART of a sum over the ranks, which the caller takes (by an input whose backward pass
+    all-reduces, as tensor-parallel layers have). It expects the same derivative by the values on all ranks.
     """
     unknown = set(needs) - set(OUTPUTS)
     if unknown:
@@ -79,7 +86,7 @@ def score_labels(
     if sampled_from.kept_ids_K is not None and "mean_logprobs" in needs:
         raise ValueError("the mean log-probability over the vocabulary is infinite where tokens are filtered out")
     needs = frozenset(needs) | {"logprobs"}
-    settings = _Settings(transform, tuple(name for name in OUTPUTS if name in needs), chunk, sampled_from)
+    settings = _Settings(transform, tuple(name for name in OUTPUTS if name in needs), chunk, sampled_from, vocabulary)
     if not torch.is_grad_enabled():  # autograd tells a function which inputs need a gradient even where none is wanted
         hidden_ND, weight_VD, bias_V = hidden_ND.detach(), weight_VD.detach(), None if bias_V is None else bias_V.detach()
     values = _ScoreLabels.apply(hidden_ND, weight_VD, bias_V, labels_N, logprob_gradient_N, settings)
@@ -92,6 +99,7 @@ class _Settings:
     outputs: tuple[str, ...]
     chunk: int
     sampled_from: SampledFrom
+    vocabulary: Vocabulary
 
     def spans(self, n: int) -> list[tuple[int, int]]:
         return [(start, min(start + self.chunk, n)) for start in range(0, n, self.chunk)]
@@ -114,11 +122,43 @@ class _Projection:
         self.hidden, self.weight, self.bias, self.labels, self.settings = hidden, weight, bias, labels, settings
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.low_precision = hidden.dtype != self.dtype
+        self.vocabulary, self.total = settings.vocabulary, settings.vocabulary.total(weight)
         self._buffer: Tensor | None = None
+        self._reduced: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}  # first position of a chunk -> its reductions
 
     def softmax(self, start: int, stop: int) -> _Chunk:
-        z = self._logits(self.hidden[start:stop])
-        slope = None
+        """A chunk that was here before is not reduced again: the backward pass has no collectives."""
+        z, slope, dropped = self._scores(start, stop)
+        wanted, labels = self.settings.outputs, self.labels[start:stop]
+        before = self._reduced.get(start)
+        top = self.vocabulary.largest(z) if before is None else before[0]
+        z.sub_(top)
+        sums = {"at_label": self.vocabulary.at_labels(z, labels)}
+        if "mean_logprobs" in wanted:
+            sums["mean"] = self.vocabulary.mean(z, -1, self.dtype)
+        logp = z.clone() if "entropy" in wanted else None
+        z.exp_()
+        sums["total"] = z.sum(-1)
+        if logp is not None and not self.vocabulary.is_whole:
+            sums["mass_z"] = _without(dropped, z * logp).sum(-1)
+        sums = self.vocabulary.complete(sums) if before is None else before[1]
+        self._reduced[start] = top, sums
+        log_total = sums["total"].log()
+        p = z.div_(sums["total"][:, None])
+        values = {"logprobs": sums["at_label"] - log_total}
+        if "logsumexp" in wanted:
+            values["logsumexp"] = top.squeeze(-1) + log_total
+        if "mean_logprobs" in wanted:
+            values["mean_logprobs"] = sums["mean"] - log_total
+        if logp is not None:
+            _without(dropped, logp.sub_(log_total[:, None]))
+            # Both forms have terms of one sign only. The second saves a reduction that needs the first one's result.
+            values["entropy"] = -(p * logp).sum(-1) if self.vocabulary.is_whole else log_total - sums["mass_z"] / sums["total"]
+        return _Chunk(p, logp, slope, values)
+
+    def _scores(self, start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """z, the slope of the softcap, and where z is -inf; [C, V] each."""
+        z, slope = self._logits(self.hidden[start:stop]), None
         cap = self.settings.transform.softcap
         if cap is not None:
             z.div_(cap).tanh_()
@@ -130,28 +170,7 @@ class _Projection:
         dropped = self._dropped(start, stop)
         if dropped is not None:
             z.masked_fill_(dropped, -torch.inf)
-        y = self.labels[start:stop, None]
-        wanted = self.settings.outputs
-        top = z.amax(-1, keepdim=True)
-        z.sub_(top)
-        at_label = z.gather(-1, y).squeeze(-1)
-        mean = z.mean(-1) if "mean_logprobs" in wanted else None
-        logp = z.clone() if "entropy" in wanted else None
-        z.exp_()
-        total = z.sum(-1, keepdim=True)
-        log_total = total.log().squeeze(-1)
-        p = z.div_(total)
-        values = {"logprobs": at_label - log_total}
-        if "logsumexp" in wanted:
-            values["logsumexp"] = top.squeeze(-1) + log_total
-        if mean is not None:
-            values["mean_logprobs"] = mean - log_total
-        if logp is not None:
-            logp.sub_(log_total[:, None])
-            if dropped is not None:
-                logp.masked_fill_(dropped, 0.0)  # their p is 0, and 0 * -inf would be NaN
-            values["entropy"] = -(p * logp).sum(-1)
-        return _Chunk(p, logp, slope, values)
+        return z, slope, dropped
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self._buffer is None:
@@ -177,7 +196,7 @@ class _Projection:
         rows = positions[first:last] - start
         dropped = torch.zeros(stop - start, len(self.weight), dtype=torch.bool, device=self.hidden.device)
         dropped[rows] = True
-        dropped[rows, ids[first:last]] = False
+        self.vocabulary.keep(dropped, rows, ids[first:last])
         return dropped
 
     def free(self) -> None:
@@ -202,18 +221,19 @@ class _Projection:
 
         Formed from onehot - p, not as W[y] - pW, which would cancel in low precision when p[y] is near 1.
         """
-        y = self.labels[start:stop, None]
+        labels, vocabulary = self.labels[start:stop], self.vocabulary
         wanted, gain = self.settings.outputs, self.gain(start, stop)
         result = {}
         if "entropy" in wanted:  # dH/dz = -p (log p + H)
             d_entropy = chunk.logp.add_(chunk.values["entropy"][:, None]).mul_(chunk.p).neg_()
             result["entropy"] = self.back(d_entropy, chunk.slope, gain) @ self.weight
         d_logprobs = chunk.p.neg_()
-        d_logprobs.scatter_add_(-1, y, torch.ones_like(y, dtype=self.dtype))
+        vocabulary.add_at_labels(d_logprobs, labels, torch.ones_like(labels, dtype=self.dtype))
         result["logprobs"] = self.back(d_logprobs, chunk.slope, gain) @ self.weight
         if "logsumexp" in wanted or "mean_logprobs" in wanted:
-            label_slope = gain if chunk.slope is None else gain * chunk.slope.gather(-1, y)
-            by_logsumexp = label_slope * self.weight[y.squeeze(-1)].to(self.dtype) - result["logprobs"]
+            label_slope = gain if chunk.slope is None else gain * vocabulary.at_labels(chunk.slope, labels)[:, None]
+            label_rows = vocabulary.rows_at_labels(self.weight, labels).to(self.dtype)
+            by_logsumexp = label_slope * label_rows - result["logprobs"]
             if "logsumexp" in wanted:
                 result["logsumexp"] = by_logsumexp
             if "mean_logprobs" in wanted:
@@ -222,8 +242,8 @@ class _Projection:
 
     def _mean_logit_jacobian(self, slope: Tensor | None, gain: float | Tensor) -> Tensor:
         if slope is None:
-            return gain * self.weight.mean(0, keepdim=True, dtype=self.dtype)
-        return gain / len(self.weight) * (slope.to(self.hidden.dtype) @ self.weight).to(self.dtype)
+            return gain * self.vocabulary.mean(self.weight, 0, self.dtype)[None]
+        return gain / self.total * (slope.to(self.hidden.dtype) @ self.weight).to(self.dtype)
 
     def logit_gradient(self, chunk: _Chunk, gradients: dict[str, Tensor], start: int, stop: int) -> Tensor:
         """The loss's derivative by h W^T + b, [C, V], from those by the outputs, [C]. Uses up ``chunk``.
@@ -243,9 +263,9 @@ class _Projection:
         else:
             d_logits.mul_(by_p[:, None])
         if everywhere is not None:
-            d_logits.add_(everywhere[:, None] / len(self.weight))
+            d_logits.add_(everywhere[:, None] / self.total)
         if at_label is not None:
-            d_logits.scatter_add_(-1, self.labels[start:stop, None], at_label[:, None])
+            self.vocabulary.add_at_labels(d_logits, self.labels[start:stop], at_label)
         return self.back(d_logits, chunk.slope, self.gain(start, stop))
 
 
@@ -336,10 +356,15 @@ def _chunks_backwards(projection: _Projection, kept: _Chunk | None) -> Iterator[
         yield start, stop, chunk
 
 
+def _without(dropped: Tensor | None, x: Tensor) -> Tensor:
+    """0 where p is 0, as 0 * -inf would be NaN. In place."""
+    return x if dropped is None else x.masked_fill_(dropped, 0.0)
+
+
 def _hidden_gradient(jacobians: dict[str, Tensor], projection: _Projection, gradients) -> Tensor:
     total = None
     for name, gradient in zip(projection.settings.outputs, gradients, strict=True):
-        if gradient is not None:
+        if gradient is not None and name in jacobians:  # there are none where no position has a label
             part = jacobians[name] * gradient[:, None]
             total = part if total is None else total.add_(part)
     return total.to(projection.hidden.dtype) if total is not None else torch.zeros_like(projection.hidden)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
@@ -27,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "adamw_lr": 1e-5, "adamw_betas": (0.9, 0.95), "adamw_eps": 1e-8,
     },
 }  # fmt: skip
-ALIASES = {"default": "adamw"}
+ALIASES = {"default": "adamw", "megatronoptimizer": "adamw"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,56 @@ def _check_betas(option: str, betas: Iterable[float]) -> tuple[float, float]:
     return betas
 
 
-class Optimizer:
+class OptimizerState(ABC):
+    """What a checkpoint holds of an optimizer: for each parameter some slots, tensors of its shape."""
+
+    spec: OptimizerSpec
+    parameters: dict[str, nn.Parameter]
+    steps_done: int
+
+    @abstractmethod
+    def slots(self, name: str) -> list[str]:
+        """Names of the checkpoint tensors that belong to parameter ``name`` now."""
+
+    @abstractmethod
+    def expected_slots(self, name: str) -> list[str]:
+        """The slots that a state saved after at least one step has for ``name`` under this optimizer."""
+
+    @abstractmethod
+    def tensor(self, name: str, slot: str) -> Tensor: ...
+
+    @abstractmethod
+    def start_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
+        """Before ``load``: the slots of each parameter that are to come. Raises as ``check_load``, with nothing changed."""
+
+    @abstractmethod
+    def load(self, name: str, slot: str, tensor: Tensor) -> None:
+        """Puts one tensor of the state back, copying it. Raises CheckpointError where its shape is wrong."""
+
+    def state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """(parameter name, slot, tensor) of everything but ``steps_done``."""
+        for name in self.parameters:
+            for slot in self.slots(name):
+                yield name, slot, self.tensor(name, slot)
+
+    def check_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
+        """Raises CheckpointError where a slot of a parameter is missing or unknown."""
+        for name, found in slots.items():
+            expected = self.expected_slots(name) if steps_done else [s for s in self.expected_slots(name) if s == "master"]
+            if set(found) != set(expected):
+                raise CheckpointError(
+                    f"the optimizer state of {name} has {sorted(found) or 'nothing'}, but {self.spec.kind} needs "
+                    f"{sorted(expected)}: it was written by another optimizer, or by one with other settings. Use that one, or "
+                    "load the weights alone"
+                )
+
+    def _check_shape(self, name: str, slot: str, tensor: Tensor) -> None:
+        parameter = self.parameters[name]
+        if tensor.shape != parameter.shape:
+            raise CheckpointError(f"{name}.{slot} has shape {tuple(tensor.shape)}, the parameter {tuple(parameter.shape)}")
+
+
+class Optimizer(OptimizerState):
     """Updates named parameters from named gradients.
 
     A bfloat16 or float16 parameter has a float32 master, which takes the updates; the parameter is its rounded copy.
@@ -162,7 +212,6 @@ class Optimizer:
     # --- state --------------------------------------------------------------------------------------------------
 
     def slots(self, name: str) -> list[str]:
-        """Names of the checkpoint tensors that belong to parameter ``name`` now."""
         master = self.masters[name]
         slots = ["master"] if name in self._with_master else []
         state = self._part_of[id(master)].state.get(master, {})
@@ -172,16 +221,9 @@ class Optimizer:
         master = self.masters[name]
         if slot == "master":
             return master.detach()
-        return self._part_of[id(master)].state[master][_torch_key(slot)]
-
-    def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(parameter name, slot, tensor) of everything but ``steps_done``."""
-        for name in self.parameters:
-            for slot in self.slots(name):
-                yield name, slot, self.tensor(name, slot)
+        return self._part_of[id(master)].state[master][torch_key(slot)]
 
     def expected_slots(self, name: str) -> list[str]:
-        """The slots that a state saved after at least one step has for ``name`` under this optimizer."""
         master = self.masters[name]
         part = self._part_of[id(master)]
         slots = ["master"] if name in self._with_master else []
@@ -189,19 +231,7 @@ class Optimizer:
             return [*slots, "exp_avg", "exp_avg_sq"]
         return [*slots, "momentum"] if part.param_groups[0].get("momentum") else slots
 
-    def check_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
-        """Raises CheckpointError where a slot of a parameter is missing or unknown."""
-        for name in self.parameters:
-            expected = self.expected_slots(name) if steps_done else [s for s in self.expected_slots(name) if s == "master"]
-            if set(slots[name]) != set(expected):
-                raise CheckpointError(
-                    f"the optimizer state of {name} has {sorted(slots[name]) or 'nothing'}, but {self.spec.kind} needs "
-                    f"{sorted(expected)}: it was written by another optimizer, or by one with other settings. Use that one, or "
-                    "load the weights alone"
-                )
-
     def start_load(self, slots: Mapping[str, Collection[str]], steps_done: int) -> None:
-        """Before ``load``: the slots of each parameter that are to come. Raises as ``check_load``, with nothing changed."""
         self.check_load(slots, steps_done)
         for part in self._parts:
             part.state.clear()
@@ -209,23 +239,22 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, name: str, slot: str, tensor: Tensor) -> None:
-        """Puts one tensor of the state back, copying it. Raises CheckpointError where its shape is wrong."""
+        self._check_shape(name, slot, tensor)
         master = self.masters[name]
-        if tensor.shape != master.shape:
-            raise CheckpointError(f"{name}.{slot} has shape {tuple(tensor.shape)}, the parameter {tuple(master.shape)}")
         if slot == "master":
             master.copy_(tensor)
             if master is not self.parameters[name]:
                 self.parameters[name].copy_(master)
             return
         state = self._part_of[id(master)].state[master]
-        state[_torch_key(slot)] = tensor.to(master, copy=True)
+        state[torch_key(slot)] = tensor.to(master, copy=True)
         if slot == "exp_avg":
             # torch keeps the count of a fused optimizer beside the parameter
             state["step"] = torch.tensor(float(self.steps_done), dtype=torch.float32, device=master.device)
 
 
-def _torch_key(slot: str) -> str:
+def torch_key(slot: str) -> str:
+    """torch's name for a slot of a checkpoint."""
     return next(key for key, name in SLOTS.items() if name == slot)
 
 

@@ -100,9 +100,50 @@ def linear_warmup(num_warmup_steps: int, num_training_steps: int) -> Multiplier:
     return linear(num_training_steps, num_warmup_steps)
 
 
+_MEGATRON_STYLES: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+def megatron(
+    lr_decay_steps: int | None = None,
+    max_lr: float | None = None,
+    min_lr: float = 0.0,
+    init_lr: float = 0.0,
+    lr_warmup_steps: int = 0,
+    lr_decay_style: str | None = None,
+    base_lr: float = 1.0,
+) -> Multiplier:
+    """Megatron-Core's OptimizerParamScheduler: linear warmup from ``init_lr`` to ``max_lr`` (the optimizer's by default), then
+    down to ``min_lr``, which it has from update ``lr_decay_steps`` on. Without ``lr_decay_steps`` it stays at ``max_lr``."""
+    style = lr_decay_style or ("constant" if lr_decay_steps is None else "cosine")
+    if style not in _MEGATRON_STYLES:
+        raise ConfigError(f"lr_decay_style={style!r}; {nearest(style, _MEGATRON_STYLES)}")
+    if (style == "constant") != (lr_decay_steps is None):
+        raise ConfigError(f"lr_decay_style={style} {'has no use for' if lr_decay_steps else 'needs'} lr_decay_steps")
+    if min_lr and style == "constant":
+        raise ConfigError(f"min_lr={min_lr} has no effect without lr_decay_steps")
+    if lr_decay_steps is not None and lr_decay_steps <= lr_warmup_steps:
+        raise ConfigError(f"lr_decay_steps={lr_decay_steps} must be more than lr_warmup_steps={lr_warmup_steps}")
+    if not base_lr:
+        return lambda n: 1.0
+    peak = base_lr if max_lr is None else max_lr
+
+    def at(n: int) -> float:
+        if n <= lr_warmup_steps and lr_warmup_steps:
+            return (init_lr + (peak - init_lr) * n / lr_warmup_steps) / base_lr
+        if lr_decay_steps is None:
+            return peak / base_lr
+        return (min_lr + (peak - min_lr) * _MEGATRON_STYLES[style](_progress(n, lr_warmup_steps, lr_decay_steps))) / base_lr
+
+    return at
+
+
 SCHEDULES: dict[str, Callable[..., Multiplier]] = {
     "constant": constant, "linear": linear, "cosine": cosine, "wsd": wsd,
-    "default": constant, "ConstantLR": constant_lr, "LinearLR": linear_lr, "CosineAnnealingLR": cosine_annealing_lr,
+    "default": megatron, "OptimizerParamScheduler": megatron, "ConstantLR": constant_lr, "LinearLR": linear_lr, "CosineAnnealingLR": cosine_annealing_lr,
     "CosineWarmupScheduler": cosine_warmup, "LinearWarmupScheduler": linear_warmup,
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ class TrainingState:
         self.hidden_matrices = hidden_matrices
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.layout = layout
-        self.gradients = Gradients(self.parameters, layout)
+        self.gradients = self._new_gradients()
         self.optimizer: Optimizer | None = None
         self._schedule_for: Callable[..., Schedule] = partial(build_schedule, "constant")
         self.schedule = self._schedule_for()
@@ -68,6 +68,20 @@ class TrainingState:
         self._lr_step_due = False
         self.meters = {True: Meter([LossMetric(), TrainMetric()]), False: Meter([LossMetric()])}
 
+    # --- what a backend may do its own way ----------------------------------------------------------------------
+
+    def _new_gradients(self) -> Gradients:
+        return Gradients(self.parameters, self.layout)
+
+    def _new_optimizer(self, spec: OptimizerSpec) -> Optimizer:
+        return Optimizer(self.parameters, spec, self.hidden_matrices, self.layout)
+
+    def _norm(self, norm_type: float) -> float:
+        return self.gradients.norm(self.runtime, norm_type)
+
+    def _update(self, multiplier: float) -> None:
+        self._optimizer().step(self.gradients.tensors(), multiplier)
+
     # --- set-up -------------------------------------------------------------------------------------------------
 
     def add_parameters(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -76,13 +90,13 @@ class TrainingState:
             raise UserError("what is trained cannot change any more: add to it before set_optimizer")
         self.parameters |= parameters
         self.gradients.close()
-        self.gradients = Gradients(self.parameters, self.layout)
+        self.gradients = self._new_gradients()
 
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         if spec.options.get("nesterov") and not spec.options["momentum"]:
             raise ConfigError("optimizer.nesterov=true has no effect without optimizer.momentum > 0")
         self.schedule = self._schedule_for(base_lr=spec.lr)
-        self.optimizer = Optimizer(self.parameters, spec, self.hidden_matrices, self.layout)
+        self.optimizer = self._new_optimizer(spec)
 
     def set_schedule(self, schedule: Any, total_steps: int | None = None, **options: Any) -> None:
         """Before or after ``set_optimizer``: a schedule that ends at a learning rate takes the optimizer's as its peak."""
@@ -135,7 +149,7 @@ class TrainingState:
         # A rank without rows has not heard whether the others passed a normaliser: its count is then 0 either way.
         count = self.runtime.all_reduce_sum(float(window.count))
         divisor = max(count, 1.0)
-        window.norm = self.gradients.norm(self.runtime, norm_type) / divisor
+        window.norm = self._norm(norm_type) / divisor
         self._check_finite(window)
         self.gradients.scale_(1.0 / divisor)
         window.reduced = True
@@ -176,7 +190,7 @@ class TrainingState:
         self._reduce(2)
         record = StepRecord(self.window.norm, self.lr)
         self.layout.release()
-        self._optimizer().step(self.gradients.tensors(), self.schedule.multiplier(self.schedule_position))
+        self._update(self.schedule.multiplier(self.schedule_position))
         for meter in self.meters.values():
             meter.on_step(record)
         self.window = Window()
@@ -220,18 +234,16 @@ class TrainingState:
     def consolidate_window(self) -> None:
         """Puts the gradients and counts of an open window on rank 0 alone, so that it can be saved. Collective.
 
-        Sharded gradients are sums over ranks already: they stay where they are.
+        Sharded gradients stay where they are.
         """
         self.window.has_gradients = self.runtime.any(self.window.has_gradients)
-        if self.runtime.world_size == 1 or not self.window.has_gradients:
+        if not self.window.has_gradients:
             return
-        self.gradients.all_reduce(self.runtime)
+        if self.window.reduced:
+            raise UserError("the gradients were clipped already: save before clip_grad_norm or after step")
+        self.gradients.consolidate(self.runtime)
         count = self.runtime.all_reduce_sum(float(self.window.count))
-        if self.runtime.is_main:
-            self.window.count = count
-        else:
-            self.gradients.clear_whole()
-            self.window.count = 0.0
+        self.window.count = count if self.runtime.rank == 0 else 0.0
 
     def state(self) -> dict[str, Any]:
         """JSON-able: everything but tensors."""
@@ -264,5 +276,5 @@ class TrainingState:
         """Inverse of ``state``; the optimizer's tensors and the window's gradients are loaded by name elsewhere."""
         self.cur_step, self.schedule_position, self.window = self.check_load(state)
         self.gradients.clear()
-        if not self.runtime.is_main:
+        if self.runtime.rank != 0:
             self.window.count = 0.0

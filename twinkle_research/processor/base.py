@@ -263,7 +263,7 @@ def _kept(batch: Batch, features: Sequence[InputFeature]) -> tuple[Tensor, Tenso
         trained = (labels != IGNORE_INDEX).nonzero().squeeze(-1)
         if len(sets) != len(trained):
             raise DataError(f"{_name(batch, i)}: kept_ids has {len(sets)} sets for {len(trained)} trained positions")
-        sizes = torch.tensor([len(kept) for kept in sets])
+        sizes = torch.tensor([len(kept) for kept in sets], dtype=torch.long)
         flat = torch.tensor([token for kept in sets for token in kept], dtype=torch.long)
         found = torch.zeros(len(trained), dtype=torch.long).index_add(
             0, torch.arange(len(trained)).repeat_interleave(sizes), (flat == labels[trained].repeat_interleave(sizes)).long()

@@ -24,6 +24,7 @@ KEY_SETTINGS = (
     ("data", ("data.path", "data.dataset_id")),
     ("dtype", ("model.dtype",)),
     ("backend", ("backend.name", "backend.sharding")),
+    ("tensor · pipeline · context", ("backend.tensor_parallel", "backend.pipeline_parallel", "backend.context_parallel")),
     ("seed", ("seed",)),
 )
 CARDS = (

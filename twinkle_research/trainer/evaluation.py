@@ -56,7 +56,7 @@ class Evaluation:
                 trained = [value for label, value in zip(feature["labels"], row, strict=True) if label != IGNORE_INDEX]
                 nll -= math.fsum(trained)
                 tokens += len(trained)
-        nll, tokens = self.runtime.all_reduce_sum(nll), self.runtime.all_reduce_sum(tokens)
+        nll, tokens = self.model.shares.all_reduce_sum(nll), self.model.shares.all_reduce_sum(tokens)
         loss = nll / tokens
         return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
 

@@ -15,7 +15,6 @@ from twinkle_research.rollout.batch import Completion, RolloutBatch
 
 if TYPE_CHECKING:
     from twinkle_research.advantage.base import Advantage
-    from twinkle_research.distributed.runtime import Runtime
     from twinkle_research.model.base import TwinkleModel
     from twinkle_research.trainer.timing import StepClock
 
@@ -28,7 +27,6 @@ class Experience:
     def __init__(
         self,
         model: TwinkleModel,
-        runtime: Runtime,
         clock: StepClock,
         advantage: Advantage,
         *,
@@ -43,7 +41,6 @@ class Experience:
         log_completions: int,
     ) -> None:
         self.model = model
-        self.runtime = runtime
         self.clock = clock
         self.advantage = advantage  # of the whole rollout
         self.prompts_per_step = prompts_per_step
@@ -102,7 +99,7 @@ class Experience:
         """What ``score`` says of each completion; each rank scores its share, all get everything."""
         own = self._own(completions)
         found = score([completions[i].feature for i in own])
-        shares = self.runtime.gather_objects((own, found))
+        shares = self.model.shares.gather_objects((own, found))
         result: dict[str, list[list[float]]] = {name: [[]] * len(completions) for name in found}
         for numbers, values in shares:
             for name, rows in values.items():

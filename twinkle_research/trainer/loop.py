@@ -109,7 +109,7 @@ class TrainingLoop(ABC):
         """Evaluates, logs and saves, each where it is due. ``tokens``: that this rank took through the model in this step."""
         if self.evaluation_due():
             row |= self.evaluate(self.step)
-        self.tracker.log_step(self.step, row, self.clock.row(int(self.runtime.all_reduce_sum(tokens))))
+        self.tracker.log_step(self.step, row, self.clock.row(int(self.model.shares.all_reduce_sum(tokens))))
         stop = self.runtime.stop_requested()
         if stop or self.step == self.total_steps or self.checkpoints.due(self.step):
             self.save()

@@ -23,10 +23,9 @@ class PairInputs:
     The reference is what the run started from: the base without the adapter, or a frozen copy where all weights are trained.
     """
 
-    def __init__(self, model: TwinkleModel, loss: PreferenceLoss, runtime: Runtime):
+    def __init__(self, model: TwinkleModel, loss: PreferenceLoss):
         self.model = model
         self.needs_baselines = loss.needs_baselines
-        self.runtime = runtime
         model.set_reference("base" if model.get_train_configs().adapter_name else "frozen")
 
     def __call__(self, features: Sequence[InputFeature]) -> dict[str, Any]:
@@ -46,7 +45,7 @@ class PairInputs:
     def baselines(self, sums: Sequence[float]) -> list[float]:
         """What a chosen row and a rejected row are compared with, from each rank's ``divergence``: the mean log-ratio of the
         answers of the other kind, at least 0. Collective."""
-        chosen, rejected, pairs = (self.runtime.all_reduce_sum(float(value)) for value in sums)
+        chosen, rejected, pairs = (self.model.shares.all_reduce_sum(float(value)) for value in sums)
         return [max(0.0, rejected / max(pairs, 1)), max(0.0, chosen / max(pairs, 1))]
 
 

@@ -69,7 +69,7 @@ class ReinforcedParts:
             shown=trainer.log_completions,
         )  # fmt: skip
         self.experience = Experience(
-            model, self.runtime, clock, advantage, batch_size=trainer.batch_size, prompts_per_step=rollout.prompts_per_step,
+            model, clock, advantage, batch_size=trainer.batch_size, prompts_per_step=rollout.prompts_per_step,
             inner_epochs=trainer.inner_epochs, seed=cfg.seed, needs_reference=needs_reference,
             needs_values="values" in loss.needs, reference_every=trainer.reference_every,
             replay_dropout=cfg.loss.dropout is LossDropout.replay, log_completions=trainer.log_completions,

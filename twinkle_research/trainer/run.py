@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from twinkle_research.checkpoint.format import CheckpointReader
 from twinkle_research.checkpoint.manager import CheckpointManager, newest_checkpoint
+from twinkle_research.config.inputs import against_model
 from twinkle_research.config.startchecks import differences
 from twinkle_research.dataset.config import OnChange
 from twinkle_research.errors import CheckpointError, ConfigError, Stopped
+from twinkle_research.model.build import build_model
+from twinkle_research.model.facts import read_facts
 from twinkle_research.model.prepare import resolve_model_folder
-from twinkle_research.model.transformers import TransformersModel
 from twinkle_research.template import build_template
 from twinkle_research.tracking.build import build_tracker
 from twinkle_research.trainer.config import RlTrainerConfig
@@ -55,13 +57,15 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     Raises Stopped after a checkpoint has been saved on request, and UserError for what the user can mend.
     """
     model_folder = resolve_model_folder(cfg.model)
+    if problems := list(against_model(cfg, read_facts(model_folder))):  # found by the plan already, where the model was here
+        raise ConfigError("\n".join(problems))
     template = build_template(cfg.data, model_folder)
     parts = _parts(cfg)(cfg, template, runtime)
-    model = TransformersModel.from_config(cfg, model_folder, runtime)
+    model = build_model(cfg, model_folder, runtime)
     model.set_template(template)  # its tokenizer goes into the checkpoints
     configs = model.get_train_configs()
     clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
-    with closing(parts):
+    with closing(model), closing(parts):
         parts.attach(model, model_folder, clock)
         checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)
         start = find_start(cfg, checkpoints, runtime)
@@ -81,7 +85,7 @@ def _parts(cfg: TrainConfig) -> type[Parts]:
 
 
 def train(
-    cfg: TrainConfig, runtime: Runtime, folder: RunFolder, parts: Parts, model: TransformersModel, clock: StepClock,
+    cfg: TrainConfig, runtime: Runtime, folder: RunFolder, parts: Parts, model: TwinkleModel, clock: StepClock,
     checkpoints: CheckpointManager, start: Path | None,
 ) -> dict[str, Any]:  # fmt: skip
     steps = parts.steps()
@@ -172,7 +176,7 @@ def outcome(tracker: Tracker) -> Iterator[None]:
 
 
 def evaluate_only(
-    model: TransformersModel, evaluation: Measures, start: Path | None, runtime: Runtime, folder: RunFolder
+    model: TwinkleModel, evaluation: Measures, start: Path | None, runtime: Runtime, folder: RunFolder
 ) -> dict[str, Any]:
     """Measures a checkpoint and writes ``evaluation.json`` into the run folder; nothing else there changes."""
     if start is None:

@@ -42,7 +42,7 @@ class SupervisedParts:
         cfg, loss = self.cfg, build_loss(self.cfg.loss)
         model.set_loss(loss)
         compares = isinstance(loss, PreferenceLoss)
-        self.pairs = PairInputs(model, loss, self.runtime) if compares and loss.needs_reference else None
+        self.pairs = PairInputs(model, loss) if compares and loss.needs_reference else None
         measured = (model, self.template, self.runtime, self.eval_rows, cfg.data.sample_prompts, cfg.trainer.sample_max_tokens)
         self.evaluation = PairEvaluation(*measured, self.pairs) if compares else Evaluation(*measured)
         rank, size = model.data_parallel

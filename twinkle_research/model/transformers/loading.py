@@ -73,21 +73,28 @@ def load_skeleton(
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     config = _config(model_id, options)
-    folder = Path(model_id)
     with _load_errors(model_id), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attention_kind(attention, device), trust_remote_code=trust_remote_code
         )
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(str(model_id), revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    folder = weights_folder(model_id, revision)
     model.name_or_path = str(model_id)
     model.tie_weights()
     # transformers looks them up by the name of the class, which FSDP changes.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [c for c in conversions if not isinstance(c, PrefixChange)]
-    return model.eval(), TensorFolder(folder, "model", follow_links=True)
+    return model.eval(), folder
+
+
+def weights_folder(model_id: str | os.PathLike[str], revision: str | None = None) -> TensorFolder:
+    """The tensors of a folder or hub id, to be read one by one. Raises ConfigError where the hub cannot give it."""
+    folder = Path(model_id)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        with _load_errors(model_id):
+            folder = Path(snapshot_download(str(model_id), revision=revision, allow_patterns=["*.safetensors", "*.json"]))
+    return TensorFolder(folder, "model", follow_links=True)
 
 
 @torch.no_grad()

@@ -14,24 +14,25 @@ from torch import Tensor, nn
 
 from twinkle_research.data_format import InputFeature
 from twinkle_research.distributed.runtime import Runtime
-from twinkle_research.errors import ConfigError, UserError, nearest
-from twinkle_research.loss import resolve_loss
-from twinkle_research.model.base import Result, TrainConfigs, TwinkleModel
+from twinkle_research.errors import ConfigError, UserError
+from twinkle_research.model.base import Result
+from twinkle_research.model.companions import CompanionsMixin
 from twinkle_research.model.dropout import DropoutState, key_dropout, zero_functional_dropout
 from twinkle_research.model.layout import WHOLE
-from twinkle_research.model.optimizer import optimizer_spec
+from twinkle_research.model.lora_config import check_name, config_json, lora_config
+from twinkle_research.model.passes import Trained
+from twinkle_research.model.saving import SavingMixin
+from twinkle_research.model.trained import TrainedModel
 from twinkle_research.model.training import TrainingState
 from twinkle_research.model.transformers import lora
-from twinkle_research.model.transformers.companions import CompanionsMixin
-from twinkle_research.model.transformers.compute import Compute, Trained
+from twinkle_research.model.transformers.compute import Compute
 from twinkle_research.model.transformers.head import Anatomy
 from twinkle_research.model.transformers.loading import DTYPES, load_model, load_skeleton
 from twinkle_research.model.transformers.names import DiskNames
 from twinkle_research.model.transformers.packing import check_packing
-from twinkle_research.model.transformers.saving import SavingMixin
 from twinkle_research.model.transformers.scoring import Scorer
+from twinkle_research.model.transformers.state import TransformersState
 from twinkle_research.processor.base import InputProcessor
-from twinkle_research.processor.features import as_features
 from twinkle_research.symbols import construct, load_symbol
 
 if TYPE_CHECKING:
@@ -42,12 +43,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
+class TransformersModel(CompanionsMixin, SavingMixin, TrainedModel):
     """``model_id``: a folder or hub id. ``runtime``: this rank's place among the others; None for a single process.
 
     Without ``add_adapter_to_model`` all weights are trained. Gradients are sums that are divided at the optimizer step,
     so nothing depends on how a step is cut into calls, micro-batches and ranks.
     """
+
+    backend = "transformers"
 
     def __init__(
         self,
@@ -136,41 +139,6 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
 
     # --- what is trained ----------------------------------------------------------------------------------------
 
-    @property
-    def adapter_name(self) -> str | None:
-        """The only adapter; None where all weights are trained."""
-        return self._run(None).name or None
-
-    def _run(self, adapter_name: str | None) -> Trained:
-        if not adapter_name and len(self._runs) == 1:
-            return next(iter(self._runs.values()))
-        if not adapter_name:
-            if not self._runs:
-                raise UserError("the model has no adapter yet: call add_adapter_to_model first")
-            raise UserError(f"which adapter? The model has {', '.join(self._runs)}: give adapter_name")
-        if adapter_name not in self._runs:
-            known = [name for name in self._runs if name]
-            raise UserError(f"no adapter {adapter_name!r}; {nearest(adapter_name, known) if known else 'the model has none'}")
-        return self._runs[adapter_name]
-
-    def trained(self, adapter_name: str | None = None) -> Trained:
-        """The same, with its training begun."""
-        run = self._run(adapter_name)
-        if run.training is None:
-            self._begin(run)
-        return run
-
-    def training_state(self, adapter_name: str | None = None) -> TrainingState:
-        """Its window, optimizer, schedule and metrics."""
-        return self.trained(adapter_name).training
-
-    def start_training(self, gradient_accumulation_steps: int = 1) -> TrainingState:
-        """Begins to train all weights. Implied by ``set_optimizer`` and the first pass."""
-        run = self._run(None)
-        if run.training is not None:
-            raise UserError("start_training must come first and once")
-        return self._begin(run, gradient_accumulation_steps)
-
     def _begin(self, run: Trained, gradient_accumulation_steps: int = 1) -> TrainingState:
         self._shard(trained=not run.name)
         if run.name:
@@ -187,6 +155,20 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         run.training = TrainingState(parameters, self.runtime, matrices, gradient_accumulation_steps, layout)
         return run.training
 
+    def model_state(self, adapter_name: str | None = None, among_others: bool = False) -> TransformersState:
+        """What is stored of it. ``among_others``: in a checkpoint of several adapters."""
+        return TransformersState(self, adapter_name, among_others)
+
+    def adapter_json(self, adapter_name: str) -> dict[str, Any]:
+        """The content of its adapter_config.json."""
+        return config_json(self.module.peft_config[adapter_name])
+
+    def _trainable_parameters(self, run: Trained) -> int:
+        return sum(run.training.layout.shape(name, p).numel() for name, p in run.training.parameters.items())
+
+    def _total_parameters(self) -> int:
+        return sum(p.numel() for p in self.module.parameters())
+
     def _activate(self, run: Trained) -> None:
         """There is only one adapter, and it is always active."""
 
@@ -194,8 +176,8 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         """``config_or_dir``: a peft LoraConfig, our LoraAdapterConfig, or a PEFT folder to start from."""
         if "" not in self._runs or self._runs[""].training is not None:
             raise UserError("add_adapter_to_model must come first and once: one adapter at a time")
-        lora.check_name(adapter_name)
-        config = lora.lora_config(config_or_dir)
+        check_name(adapter_name)
+        config = lora_config(config_or_dir)
         self._shard(trained=False)
         run = self._runs[""]
         self._inject(config, adapter_name)
@@ -213,13 +195,6 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
 
     # --- set-up -------------------------------------------------------------------------------------------------
 
-    def set_template(self, template_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """A Template, its class or its name; ``model_id`` defaults to the model's own."""
-        template = load_symbol(template_cls, "twinkle_research.template", "template")
-        own = {"model_id": self.model_id} if isinstance(template, type) and "tokenizer" not in kwargs else {}
-        template = construct(template, "set_template", **(own | kwargs))
-        self._run(adapter_name).template = template
-
     def set_processor(self, processor_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
         """An InputProcessor, its class or its name. One that packs is tried out first: ConfigError where this model would
         let packed documents see each other."""
@@ -235,32 +210,15 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         self.trained(adapter_name)  # a sharded model is only loaded then
         return self._compute
 
-    def set_loss(self, loss_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """A Loss, its class or its name."""
-        self._run(adapter_name).loss = resolve_loss(loss_cls, **kwargs)
-
-    def set_optimizer(self, optimizer_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
-        """An optimizer config, a name (AdamW, Adam, SGD, Muon, default) or a class of torch.optim of that name."""
-        self.training_state(adapter_name).set_optimizer(optimizer_spec(optimizer_cls, **kwargs))
-
-    def set_lr_scheduler(
-        self, scheduler_cls: Any, total_steps: int | None = None, adapter_name: str | None = None, **kwargs: Any
-    ) -> None:
-        """A scheduler config, a name of model.schedule.SCHEDULES or a function of the step; see build_schedule."""
-        self.training_state(adapter_name).set_schedule(scheduler_cls, total_steps, **kwargs)
-
-    def add_metric(
-        self, metric_cls: Any, is_training: bool | None = None, adapter_name: str | None = None, **kwargs: Any
-    ) -> None:
-        """``is_training=None``: for training and for evaluation."""
-        for training in (True, False) if is_training is None else (is_training,):
-            self.training_state(adapter_name).meters[training].add(metric_cls, **kwargs)
-
     # --- compute ------------------------------------------------------------------------------------------------
 
     @property
     def data_parallel(self) -> tuple[int, int]:
         return self.runtime.rank, self.runtime.world_size
+
+    @property
+    def shares(self) -> Runtime:
+        return self.runtime
 
     @property
     def is_sharded(self) -> bool:
@@ -270,9 +228,6 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
     def layout(self) -> dict[str, Any]:
         several = "fsdp2" if self.is_sharded else "ddp"
         return {"world_size": self.runtime.world_size, "sharding": several if self.runtime.world_size > 1 else "none"}
-
-    def count(self, features: Sequence[InputFeature], adapter_name: str | None = None) -> int:
-        return int(self.runtime.all_reduce_sum(self._run(adapter_name).loss.count(as_features(features))))
 
     def forward_backward(
         self, inputs: Sequence[InputFeature], normalizer: float | None = None, adapter_name: str | None = None, **loss_inputs: Any
@@ -317,49 +272,9 @@ class TransformersModel(CompanionsMixin, SavingMixin, TwinkleModel):
         self._set_mode(training=True)  # gradient checkpointing runs the forward pass again
         self._compute_of(adapter_name).backward_all(self.trained(adapter_name))
 
-    def clip_grad_norm(self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None) -> float:
-        """The global norm before clipping, at the end of an accumulation window; 0.0 inside one."""
-        return self.training_state(adapter_name).clip_grad_norm(max_grad_norm, norm_type)
-
-    def step(self, adapter_name: str | None = None) -> None:
-        """Updates the weights, at the end of an accumulation window. Gradients stay until ``zero_grad``."""
-        self.training_state(adapter_name).step()
-        self._run(adapter_name).first_sample = 0
-
-    def zero_grad(self, adapter_name: str | None = None) -> None:
-        """Clears the gradients, unless an accumulation window is open."""
-        self.training_state(adapter_name).zero_grad()
-
-    def lr_step(self, adapter_name: str | None = None) -> None:
-        """Moves the schedule on, once for each optimizer step."""
-        self.training_state(adapter_name).lr_step()
-
-    def clip_grad_and_step(
-        self, max_grad_norm: float | None = 1.0, norm_type: float = 2, adapter_name: str | None = None
-    ) -> None:
-        self._run(adapter_name).first_sample = 0
-        self.training_state(adapter_name).clip_grad_and_step(max_grad_norm, norm_type)
-
-    def finish_window(self, max_grad_norm: float | None = 1.0, adapter_name: str | None = None) -> None:
-        self.training_state(adapter_name).finish_window(max_grad_norm)
-
-    def calculate_metric(self, is_training: bool, adapter_name: str | None = None) -> Result:
-        return Result(self.training_state(adapter_name).meters[is_training].calculate(self.runtime.gather_objects))
-
-    def get_train_configs(self, adapter_name: str | None = None) -> TrainConfigs:
-        run = self.trained(adapter_name)
-        training = run.training
-        return TrainConfigs(
-            model_id=self.model_id,
-            adapter_name=run.name,
-            adapter=lora.config_json(self.module.peft_config[run.name]) if run.name else None,
-            loss=type(run.loss).__name__,
-            optimizer=training.optimizer.spec.describe() if training.optimizer else None,
-            scheduler=training.schedule.describe(),
-            gradient_accumulation_steps=training.gradient_accumulation_steps,
-            trainable_parameters=sum(training.layout.shape(name, p).numel() for name, p in training.parameters.items()),
-            total_parameters=sum(p.numel() for p in self.module.parameters()),
-        )
+    @property
+    def _hidden_size(self) -> int:
+        return self.module.get_output_embeddings().weight.shape[1]
 
     def _set_mode(self, training: bool) -> None:
         if self.module.training != training:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig
 
-    from twinkle_research.model.transformers.compute import Compute, Trained
+    from twinkle_research.model.passes import Trained
+    from twinkle_research.model.transformers.compute import Compute
 
 LENGTHS = (14, 11, 9)  # in the order in which they are packed
 # All are relative distances of log-probabilities. A document packed and the same alone differ by rounding: on a CPU at most

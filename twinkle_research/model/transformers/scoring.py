@@ -9,30 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from twinkle_research.data_format import IGNORE_INDEX
-from twinkle_research.errors import DataError, UserError
-from twinkle_research.loss.base import Loss, LossInputs, TokenScores
-from twinkle_research.model.dropout import DropoutKey, DropoutState
-from twinkle_research.model.head import LogitTransform, SampledFrom, score_labels
+from twinkle_research.errors import UserError
+from twinkle_research.loss.base import Loss, TokenScores
+from twinkle_research.model.dropout import DropoutState
+from twinkle_research.model.head import LogitTransform, score_labels
+from twinkle_research.model.microbatch import MicroBatch
 from twinkle_research.model.transformers.attention import document_lengths, packed_attention
 from twinkle_research.model.transformers.lora import head_terms
-from twinkle_research.model.transformers.value_head import ValueHead
-from twinkle_research.processor.base import LOSS_INPUTS, Batch
+from twinkle_research.model.value_head import ValueHead
+from twinkle_research.processor.base import Batch
 
 
 @dataclass
-class MicroBatch:
-    """A collated micro-batch on its way through the model. N counts its trained positions."""
+class RowBatch(MicroBatch):
+    """``lengths``: of the documents, where the batch is packed."""
 
-    batch: Batch  # on the CPU
-    positions_N: Tensor  # CPU int64, index into the flattened [B * T]
-    inputs: LossInputs  # on the device
-    dropout_key: DropoutKey
-    lengths: tuple[int, ...] | None  # of the documents, where the batch is packed
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.positions_N)
+    lengths: tuple[int, ...] | None
 
 
 @dataclass
@@ -48,27 +40,15 @@ class Scorer:
     dropout: DropoutState
     vocabulary: int
 
-    def prepare(self, batch: Batch, step: int, numbers: Sequence[int]) -> MicroBatch:
+    def prepare(self, batch: Batch, step: int, numbers: Sequence[int]) -> RowBatch:
         """``numbers``: sample indices for the features that bring none."""
-        self._check_ids(batch)
-        trained = batch.labels != IGNORE_INDEX
-        steps = {step if d.dropout_step is None else d.dropout_step for d in batch.documents}
-        if len(steps) > 1:
-            raise UserError(f"rows of different rollouts ({sorted(steps)}) in one micro-batch: their dropout has different keys")
-        documents = tuple(
-            (d.row, d.where, number if d.sample_index is None else d.sample_index)
-            for d, number in zip(batch.documents, numbers, strict=True)
-        )
-        return MicroBatch(
-            batch,
-            trained.view(-1).nonzero().squeeze(-1),
-            self._loss_inputs(batch, trained),
-            DropoutKey(steps.pop(), tuple(trained.shape), documents),
-            document_lengths(batch) if batch.packed else None,
+        lengths = document_lengths(batch) if batch.packed else None
+        return RowBatch.of(
+            batch, step, numbers, vocabulary=self.vocabulary, device=self.device, dtype=self.dtype, lengths=lengths
         )
 
     @contextmanager
-    def active(self, micro: MicroBatch) -> Iterator[None]:
+    def active(self, micro: RowBatch) -> Iterator[None]:
         """Around each pass through the model, forward or backward (gradient checkpointing runs the forward pass again)."""
         self.dropout.key = micro.dropout_key
         try:
@@ -77,36 +57,7 @@ class Scorer:
         finally:
             self.dropout.key = None
 
-    def _check_ids(self, batch: Batch) -> None:
-        for name, ids in (("input_ids", batch.input_ids), ("labels", batch.labels)):
-            wrong = (ids >= self.vocabulary) | ((ids < 0) & (ids != IGNORE_INDEX if name == "labels" else True))
-            if wrong.any():
-                row, position = wrong.nonzero()[0].tolist()
-                document = batch.document_at(row, position)
-                where = f"{document.name or f'row {row}'}: {name}[{position - document.where.start}]"
-                raise DataError(
-                    f"{where} is {int(ids[row, position])}, but the model knows the tokens 0 to {self.vocabulary - 1}; "
-                    "is this the model's own tokenizer?"
-                )
-
-    def _loss_inputs(self, batch: Batch, trained: Tensor) -> LossInputs:
-        def move(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(self.device, self.dtype)
-
-        given = {name: move(getattr(batch, name)) for name in LOSS_INPUTS.values()}
-        return LossInputs(move(trained), batch.sequence_ids.to(self.device), batch.num_sequences, **given)
-
-    def _sampled_from(self, micro: MicroBatch, positions_N: Tensor) -> SampledFrom:
-        batch = micro.batch
-        temperature_N = None
-        if batch.temperature is not None:
-            temperature_N = batch.temperature.view(-1)[micro.positions_N].to(self.device, self.dtype)
-        if batch.kept is None:
-            return SampledFrom(temperature_N)
-        places_K, ids_K = batch.kept
-        return SampledFrom(temperature_N, torch.searchsorted(positions_N, places_K.to(self.device)), ids_K.to(self.device))
-
-    def scores(self, micro: MicroBatch, loss: Loss, normalizer: float | None, value_head: ValueHead | None = None) -> TokenScores:
+    def scores(self, micro: RowBatch, loss: Loss, normalizer: float | None, value_head: ValueHead | None = None) -> TokenScores:
         """``normalizer``: what the loss will be divided by, None where that is not known yet. Inside ``active``."""
         hidden_BTD = self.body(**self._body_inputs(micro.batch))[0]
         if not micro.num_tokens:  # run for the other ranks' sake
@@ -128,14 +79,11 @@ class Scorer:
         found = score_labels(
             hidden_ND, weight_VD, labels_N, bias_V=bias_V, transform=self.transform, needs=loss.needs - {"values"},
             chunk=self.logits_chunk,
-            logprob_gradient_N=known_N, sampled_from=self._sampled_from(micro, positions_N),
+            logprob_gradient_N=known_N, sampled_from=micro.sampled_from(micro.positions_N, self.device, self.dtype),
         )  # fmt: skip
 
         def spread(values_N: Tensor | None) -> Tensor | None:
-            if values_N is None:
-                return None
-            flat = torch.zeros(micro.batch.labels.numel(), dtype=values_N.dtype, device=self.device)
-            return flat.index_copy(0, positions_N, values_N).view(micro.batch.labels.shape)
+            return None if values_N is None else micro.spread(values_N, positions_N)
 
         head_N = (found.logprobs, found.entropy, found.logsumexp, found.mean_logprobs)
         return TokenScores(*map(spread, head_N), values=spread(values_N))
@@ -154,12 +102,3 @@ class Scorer:
         if not torch.equal(batch.position_ids.where(tokens, counting), counting):
             inputs["position_ids"] = batch.position_ids.to(self.device)
         return inputs
-
-
-def by_document(micro: MicroBatch, values_BT: Tensor | None) -> list[list[float]]:
-    """Per feature aligned with its labels, 0.0 where not trained."""
-    documents = micro.batch.documents
-    if values_BT is None:
-        return [[0.0] * d.length for d in documents]
-    values = values_BT.detach().cpu()
-    return [values[d.row, d.where].tolist() for d in documents]

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from twinkle_research.data_format import InputFeature
 from twinkle_research.errors import UserError
-from twinkle_research.model.transformers.reference import Reference
-from twinkle_research.model.transformers.value_head import PREFIX, ValueHead
+from twinkle_research.model.reference import Reference
+from twinkle_research.model.value_head import PREFIX, ValueHead
 
 if TYPE_CHECKING:
-    from twinkle_research.model.transformers.compute import Compute, Trained
+    from twinkle_research.model.passes import Trained
+
+
+class _Compute(Protocol):
+    def plain_scores(
+        self, trained: Trained, inputs: Sequence[InputFeature], weights: AbstractContextManager
+    ) -> dict[str, list[list[float]]]:
+        """Per row ``logps``, and ``values`` of a value head, at its labels inside the context ``weights``; no gradient, no
+        record. Collective."""
 
 
 class CompanionsMixin:
-    """The critic and reference part of the model interface."""
+    """The critic and reference part of the model interface. ``_hidden_size``: width of the states that enter the vocabulary
+    projection."""
 
     if TYPE_CHECKING:
-        module: nn.Module
         device: torch.device
-        _compute: Compute
+        _compute: _Compute
 
+        @property
+        def _hidden_size(self) -> int: ...
         def trained(self, adapter_name: str | None = None) -> Trained: ...
         def _set_mode(self, training: bool) -> None: ...
         def _without_lora(self, run: Trained) -> AbstractContextManager[None]: ...
@@ -34,10 +44,13 @@ class CompanionsMixin:
         run = self.trained(adapter_name)
         if run.value_head is not None:
             raise UserError("there is a value head already")
-        width = self.module.get_output_embeddings().weight.shape[1]  # of the states that enter the vocabulary projection
-        head = ValueHead(width, self.device, detach)
-        run.training.add_parameters(head.named())
+        head = ValueHead(self._hidden_size, self.device, detach)
+        run.training.add_parameters(self._place(head, run))
         run.value_head = head
+
+    def _place(self, head: ValueHead, run: Trained) -> dict[str, nn.Parameter]:
+        """What this process trains of the value head."""
+        return head.named()
 
     def set_reference(self, kind: str, adapter_name: str | None = None) -> None:
         run = self.trained(adapter_name)

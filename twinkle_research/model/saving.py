@@ -1,4 +1,4 @@
-"""Saving and loading of a TransformersModel: into the trainer's checkpoints, and into folders of the caller's choice."""
+"""Saving and loading of a model: into the trainer's checkpoints, and into folders of the caller's choice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter, TensorFolder, safe_name
 from twinkle_research.model.base import SaveResponse
-from twinkle_research.model.transformers.state import ModelState
 
 if TYPE_CHECKING:
     from twinkle_research.distributed.runtime import Runtime
+    from twinkle_research.model.state import ModelState
     from twinkle_research.model.training import TrainingState
 
 TRAINER_STATE = "trainer_state.json"
@@ -23,14 +23,16 @@ class SavingMixin:
 
     if TYPE_CHECKING:
         runtime: Runtime
+        backend: str
         layout: dict[str, Any]
 
         def training_state(self, adapter_name: str | None = None) -> TrainingState: ...
+        def model_state(self, adapter_name: str | None = None, among_others: bool = False) -> ModelState: ...
 
     def save_state(
         self, writer: CheckpointWriter, save_optimizer: bool = True, adapter_name: str | None = None
     ) -> dict[str, Any]:
-        return ModelState(self, adapter_name).save(writer, save_optimizer)
+        return self.model_state(adapter_name).save(writer, save_optimizer)
 
     def load_state(
         self,
@@ -39,17 +41,15 @@ class SavingMixin:
         load_optimizer: bool = True,
         adapter_name: str | None = None,
     ) -> None:
-        ModelState(self, adapter_name).load(reader, state, load_optimizer)
+        self.model_state(adapter_name).load(reader, state, load_optimizer)
 
     def load_adapter_weights(self, folder: str | Path, adapter_name: str | None = None) -> None:
         """Weights of a PEFT folder, into the adapter that was added from its config."""
-        ModelState(self, adapter_name).load_weights(TensorFolder(folder, "adapter_model", follow_links=True))
+        self.model_state(adapter_name).load_weights(TensorFolder(folder, "adapter_model", follow_links=True))
 
     def get_state_dict(self, adapter_name: str | None = None) -> dict[str, Tensor]:
         """Copies of the trainable tensors, whole, under the names that they have on disk. Collective."""
-        state = ModelState(self, adapter_name)
-        trained = {name: p for name, p in self.training_state(adapter_name).parameters.items() if name in state.weights}
-        return {name: tensor.clone() for name, tensor in state.names.to_disk(state.whole_weight, trained)}
+        return {name: tensor.clone() for name, tensor in self.model_state(adapter_name).trained_tensors()}
 
     def save(
         self,
@@ -68,7 +68,7 @@ class SavingMixin:
             output_dir,
             f"checkpoint-step-{step}" if name is None else name,
             step=step,
-            backend="transformers",
+            backend=self.backend,
             layout=self.layout,
             is_writer=self.runtime.is_main,
         )

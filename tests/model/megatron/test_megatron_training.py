@@ -1,0 +1,126 @@
+"""Updates and checkpoints on Megatron-Core: those of the transformers backend, in every layout."""
+
+import json
+
+import pytest
+import torch
+import training_worker as worker
+from ranks import launch
+from training_worker import KINDS, LAYOUTS, MODELS, SHAPE
+
+from twinkle_research.distributed.runtime import Runtime
+from twinkle_research.errors import ConfigError, UserError
+from twinkle_research.model.megatron.config import MegatronBackendConfig
+from twinkle_research.model.megatron.model import MegatronModel
+from twinkle_research.model.transformers import TransformersModel
+
+pytestmark = pytest.mark.timeout(300)
+CASES = [(name, kind) for layouts in LAYOUTS.values() for name, layout in layouts.items() for kind in layout.kinds]
+
+
+@pytest.fixture(scope="module")
+def folders(once):
+    def make(out):
+        import transformers
+
+        for name, (family, options) in MODELS.items():
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**(SHAPE | options))
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1:
+                        parameter.add_(0.1 * torch.randn_like(parameter))
+            model.save_pretrained(out / name)
+
+    return once("megatron-training-folders", make)
+
+
+@pytest.fixture(scope="module")
+def done(once, folders):
+    def expect(out):
+        for name, kind in KINDS.items():
+            model = TransformersModel(folders / kind.model, dtype=kind.dtype, seed=3)
+            worker.reference(worker.set_up(model, kind, 2), name, out)
+
+    def make(out):
+        expected = once("megatron-training-expected", expect)
+        for n in (2, 4):
+            launch("training_worker", folders, expected, out, processes=n, forked=True)
+        worker.main(Runtime(), str(folders), str(expected), str(out))
+
+    return once("megatron-training", make)
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_layout(done, layout, kind):
+    """Against transformers: gradient norm, weights and moments after three updates with clipping, weight decay and windows of
+    two calls. Among themselves, bit for bit: checkpoints, open windows, refused updates."""
+    found = json.loads((done / f"{layout}-{kind}.json").read_text())
+    bounds = {"norm": 1e-6, "weights": 1e-6, "moments": 1e-5}
+    if KINDS[kind].dtype == "bfloat16":  # both round activations, each in its own places
+        bounds = {"norm": 3e-3, "weights": 1e-2, "moments": 1e-1}
+    assert found and all(value <= bounds[name.split()[-1]] for name, value in found.items()), found
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("pp2", "tied"), ("ep2", "mixture"), ("tp2", "lora"), ("pp2", "companions")])
+def test_transformers_goes_on(done, folders, layout, kind):
+    """It reads what was written in another layout, and has the same bits then."""
+    written = done / layout / f"{kind}-closed"
+    model = worker.set_up(TransformersModel(folders / KINDS[kind].model, dtype=KINDS[kind].dtype), KINDS[kind], 2)
+    model.resume_from_checkpoint(written)
+    assert worker.same(worker.everything(model), worker.stored(written))
+
+
+@pytest.fixture
+def opened(folders):
+    """Makes models in one process."""
+    models = []
+
+    def open_model(**options):
+        models.append(MegatronModel(folders / "tied", layout=MegatronBackendConfig(**options)))
+        return models[-1]
+
+    yield open_model
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "layout", "words"),
+    [
+        ("Muon", {}, {}, "optimizer=muon needs whole matrices"),
+        ("SGD", {"momentum": 0.9, "nesterov": True}, {}, "optimizer.nesterov=true is not supported by backend=megatron"),
+        ("SGD", {}, {"distributed_optimizer": True}, "distributed_optimizer=true needs optimizer=adamw or adam"),
+    ],
+)
+def test_optimizers_that_mcore_lacks(opened, name, options, layout, words):
+    model = opened(**layout)
+    with pytest.raises(ConfigError, match=words):
+        model.set_optimizer(name, **options)
+    model.set_optimizer("default", lr=1e-3)
+
+
+def test_weights_that_come_late_cannot_serve_an_adapter(opened):
+    model = opened(distributed_optimizer=True, overlap_param_gather=True)
+    with pytest.raises(ConfigError, match="overlap_param_gather=true needs all weights to be trained"):
+        model.add_adapter_to_model("default", worker.LORA)
+
+
+def test_order_of_calls(opened):
+    model = opened()
+    worker.call(model, 0)
+    with pytest.raises(UserError, match="no optimizer: call set_optimizer first"):
+        model.clip_grad_norm(1.0)
+    training = model.training_state()
+    assert any(gradient.any() for gradient in training.gradients.tensors().values())
+    model.set_optimizer("AdamW", lr=1e-2)
+    assert model.clip_grad_norm(None) > 0 and training.window.reduced
+    with pytest.raises(UserError, match="the gradients were clipped: call step"):
+        worker.call(model, 1)
+    with pytest.raises(UserError, match="save before clip_grad_norm or after step"):
+        worker.everything(model)
+    before = {name: parameter.detach().clone() for name, parameter in training.parameters.items()}
+    model.step()
+    model.zero_grad()
+    assert all((parameter != before[name]).any() for name, parameter in training.parameters.items())
