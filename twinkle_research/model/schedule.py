@@ -143,7 +143,8 @@ def megatron(
 
 SCHEDULES: dict[str, Callable[..., Multiplier]] = {
     "constant": constant, "linear": linear, "cosine": cosine, "wsd": wsd,
-    "default": megatron, "OptimizerParamScheduler": megatron, "ConstantLR": constant_lr, "LinearLR": linear_lr, "CosineAnnealingLR": cosine_annealing_lr,
+    "default": megatron, "OptimizerParamScheduler": megatron, "ConstantLR": constant_lr, "LinearLR": linear_lr,
+    "CosineAnnealingLR": cosine_annealing_lr,
     "CosineWarmupScheduler": cosine_warmup, "LinearWarmupScheduler": linear_warmup,
 }  # fmt: skip
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-import training_worker as worker
+import training_worker
 from ranks import launch
-from training_worker import KINDS, LAYOUTS, MODELS, SHAPE
+from training_cases import KINDS, LAYOUTS, LORA, MODELS, SHAPE, call, everything, reference, same, set_up, stored
 
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import ConfigError, UserError
@@ -41,13 +41,13 @@ def done(once, folders):
     def expect(out):
         for name, kind in KINDS.items():
             model = TransformersModel(folders / kind.model, dtype=kind.dtype, seed=3)
-            worker.reference(worker.set_up(model, kind, 2), name, out)
+            reference(set_up(model, kind, 2), name, out)
 
     def make(out):
         expected = once("megatron-training-expected", expect)
         for n in (2, 4):
             launch("training_worker", folders, expected, out, processes=n, forked=True)
-        worker.main(Runtime(), str(folders), str(expected), str(out))
+        training_worker.main(Runtime(), str(folders), str(expected), str(out))
 
     return once("megatron-training", make)
 
@@ -67,9 +67,9 @@ def test_layout(done, layout, kind):
 def test_transformers_goes_on(done, folders, layout, kind):
     """It reads what was written in another layout, and has the same bits then."""
     written = done / layout / f"{kind}-closed"
-    model = worker.set_up(TransformersModel(folders / KINDS[kind].model, dtype=KINDS[kind].dtype), KINDS[kind], 2)
+    model = set_up(TransformersModel(folders / KINDS[kind].model, dtype=KINDS[kind].dtype), KINDS[kind], 2)
     model.resume_from_checkpoint(written)
-    assert worker.same(worker.everything(model), worker.stored(written))
+    assert same(everything(model), stored(written))
 
 
 @pytest.fixture
@@ -104,12 +104,12 @@ def test_optimizers_that_mcore_lacks(opened, name, options, layout, words):
 def test_weights_that_come_late_cannot_serve_an_adapter(opened):
     model = opened(distributed_optimizer=True, overlap_param_gather=True)
     with pytest.raises(ConfigError, match="overlap_param_gather=true needs all weights to be trained"):
-        model.add_adapter_to_model("default", worker.LORA)
+        model.add_adapter_to_model("default", LORA)
 
 
 def test_order_of_calls(opened):
     model = opened()
-    worker.call(model, 0)
+    call(model, 0)
     with pytest.raises(UserError, match="no optimizer: call set_optimizer first"):
         model.clip_grad_norm(1.0)
     training = model.training_state()
@@ -117,9 +117,9 @@ def test_order_of_calls(opened):
     model.set_optimizer("AdamW", lr=1e-2)
     assert model.clip_grad_norm(None) > 0 and training.window.reduced
     with pytest.raises(UserError, match="the gradients were clipped: call step"):
-        worker.call(model, 1)
+        call(model, 1)
     with pytest.raises(UserError, match="save before clip_grad_norm or after step"):
-        worker.everything(model)
+        everything(model)
     before = {name: parameter.detach().clone() for name, parameter in training.parameters.items()}
     model.step()
     model.zero_grad()

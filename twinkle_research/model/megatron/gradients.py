@@ -69,16 +69,16 @@ class MeshGradients:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it no other parameter requires a gradient: mcore wraps, reduces and updates all that does."""
+        """Within it these parameters require a gradient, and no others: mcore wraps, reduces and updates what does."""
         own = set(self.parameters.values())
-        others = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad and p not in own]
-        for parameter in others:
-            parameter.requires_grad_(False)
+        before = [(p, p.requires_grad) for chunk in self.chunks for p in chunk.parameters()]
+        for parameter, _ in before:
+            parameter.requires_grad_(parameter in own)
         try:
             yield
         finally:
-            for parameter in others:
-                parameter.requires_grad_(True)
+            for parameter, required in before:
+                parameter.requires_grad_(required)
 
     # --- passes -------------------------------------------------------------------------------------------------
 

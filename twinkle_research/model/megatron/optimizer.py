@@ -64,9 +64,7 @@ class MeshOptimizer(OptimizerState):
         """Of the sums over the whole model, each counted once."""
         with device_shim():
             self._mcore.prepare_grads()
-            norm = self._mcore.get_grad_norm()
-            self._mcore.zero_grad()  # drops references to the sums, which the next backward pass would add to
-        return float(norm)
+            return float(self._mcore.get_grad_norm())
 
     @torch.no_grad()
     def step(self, multiplier: float = 1.0) -> None:
@@ -76,7 +74,7 @@ class MeshOptimizer(OptimizerState):
         with device_shim():
             self._mcore.prepare_grads()
             self._mcore.step_with_ready_grads()
-            self._mcore.zero_grad()
+            self._mcore.zero_grad()  # drops references to the sums, which the next backward pass would add to
         self.steps_done += 1
 
     # --- state --------------------------------------------------------------------------------------------------
