@@ -93,7 +93,7 @@ def _gather(x: torch.Tensor, group: Any, output_split_sizes: Any = None, use_glo
         return _GATHER(x, group, None, use_global_buffer)
     longest = max(output_split_sizes)
     filled = torch.cat((x, x.new_zeros(longest - len(x), *x.shape[1:])))
-    parts = _GATHER(filled, group).split(longest)
+    parts = _GATHER(filled, group).unflatten(0, (group.size(), longest))  # longest may be 0
     return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
 
