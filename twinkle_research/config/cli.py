@@ -37,6 +37,9 @@ class JobFailed(UserError):
     """A job of a sweep ended with an exit code other than 0; the sweep goes on."""
 
 
+HEAD_START = 2.0  # seconds
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit code (twinkle_research.errors)."""
     argv = sys.argv[1:] if argv is None else argv
@@ -46,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         if _rank_speaks():
             kind = "config error" if error.exit_code == 2 else "error"
             print(f"{kind}: {error}", file=sys.stderr)
+        else:
+            time.sleep(HEAD_START)  # torchrun ends all ranks with the first that leaves, before the message maybe
         return error.exit_code
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from twinkle_research.distributed.env import WorldInfo, usable_cores
+from twinkle_research.distributed.env import WorldInfo, detect, usable_cores
 from twinkle_research.distributed.signals import StopSignals
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Device
@@ -39,18 +39,21 @@ class Runtime:
     @classmethod
     def start(
         cls,
-        launch: LaunchConfig,
+        launch: LaunchConfig | None = None,
         device: Device = Device.auto,
         world: WorldInfo | None = None,
         stop: StopSignals | None = None,
         listen_fd: int | None = None,
     ) -> Runtime:
-        """Chooses the device, sets threads and joins the process group.
+        """Chooses the device, sets threads and joins the process group. ``world``: by default what torchrun or srun say.
 
         ``listen_fd``: a listening socket on master_addr:master_port that the launcher hands to rank 0, so that nobody
         can take the port in between. Raises ConfigError where a GPU is asked for and there is none for this rank.
         """
-        world = world or WorldInfo("plain")
+        from twinkle_research.trainer.config import LaunchConfig
+
+        launch = launch or LaunchConfig()
+        world = world or detect()
         place = choose_device(device, world)
         set_threads(launch.threads, place, world.local_world_size)
         runtime = cls(world.rank, world.world_size, world.local_rank, place, stop)

@@ -3,6 +3,7 @@
 import importlib
 
 _PACKAGES = {
+    "MegatronBackendConfig": "megatron",
     "MegatronModel": "megatron",
     "MultiLoraMegatronModel": "megatron",
     "MultiLoraTransformersModel": "transformers",

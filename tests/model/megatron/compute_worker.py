@@ -278,6 +278,17 @@ def refused(opened: Opened, packing: str = "padded") -> None:
             raise AssertionError(error)
 
 
+def different_rows(opened: Opened, rank: int) -> None:
+    """Processes that should work on the same rows and do not would wait for each other."""
+    rows = rows_of(WORK["cross_entropy"])
+    try:
+        opened.compute.plain_scores(opened.trained, rows[: 2 + rank % 2], nullcontext())
+    except UserError as caught:
+        assert "of one data-parallel share were given different rows: all with data_parallel == (0, 1)" in str(caught)
+    else:
+        raise AssertionError("different rows were taken")
+
+
 def not_finite(opened: Opened) -> None:
     """All processes of a share learn which rows they are."""
     opened.prepare(Work("GRPOLoss"), "padded")
@@ -296,6 +307,8 @@ def main(runtime: Runtime, folders: str, expected: str, out: str, names: str = "
         if opened.mesh.pp.size > 1:
             refused(opened)
             not_finite(opened)
+        if opened.mesh.dp.size == 1 and runtime.world_size == 2:
+            different_rows(opened, runtime.rank)
         found = {
             f"{kind}-{packing}": measure(opened, WORK[kind], packing, Path(expected) / f"{layout.model}-{kind}")
             for kind, packing in combinations(runtime.world_size, number)

@@ -115,7 +115,7 @@ def epochs(task: Task, seed: int = 0) -> list[list[Call]]:
     found = []
     for epoch in range(EPOCHS):
         rng = random.Random(1000 * seed + epoch)
-        counts = (rng.randint(2, 5), rng.randint(1, 4), 1 if epoch % 2 else rng.randint(2, 5))
+        counts = (rng.randint(2, 4), rng.randint(1, 2), 1 if epoch % 2 else rng.randint(2, 3))
         calls = [make_rows(n * task.together, seed=rng.randrange(10**6), vocabulary=VOCABULARY) for n in counts]
         if epoch % 3 == 0 and task.together == 1:
             calls[0][1]["labels"] = [-100] * calls[0][1]["length"]
@@ -126,14 +126,14 @@ def epochs(task: Task, seed: int = 0) -> list[list[Call]]:
     return found
 
 
-def make_folder(model: str, folder: Path) -> None:
+def make_folder(model: str, folder: Path, **shape: Any) -> None:
     """Norms are not all 1, so that each of them matters."""
     import torch
     import transformers
 
     family, options = FAMILIES[model.split("-")[0]]
     tied = model.endswith("-tied")
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | options), tie_word_embeddings=tied)
+    config = getattr(transformers, f"{family}Config")(**(SHAPE | options | shape), tie_word_embeddings=tied)
     torch.manual_seed(0)
     made = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter in made.parameters():

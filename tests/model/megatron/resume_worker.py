@@ -27,7 +27,7 @@ LAYOUTS = {
     "TP2-PP2": (4, MESHES[4]["TP2-PP2"]),
 }
 BEFORE, AFTER = 3, 5  # optimizer steps
-COUNTS = (5, 6, 3, 5, 1, 7, 4, 3)  # rows of each step; where there is one, the second of two shares has none
+COUNTS = (3, 4, 2, 3, 1, 5, 4, 3)  # rows of each step; where there is one, the second of two shares has none
 CLIP = 0.3
 
 
@@ -55,6 +55,11 @@ PAIRS = {
 }
 
 
+def goes_on(name: str, written: str, read: str) -> bool:
+    """In bfloat16 each layout rounds in its own places: only in the same one is what follows the same."""
+    return written == read or KINDS[name].dtype == "float32"
+
+
 def build(folder: Path, kind: Kind, layout: str, runtime: Runtime, packing: bool) -> SavingMixin:
     _, options = LAYOUTS[layout]
     model: SavingMixin
@@ -66,7 +71,7 @@ def build(folder: Path, kind: Kind, layout: str, runtime: Runtime, packing: bool
         model.start_training(kind.calls)
     else:
         model.add_adapter_to_model("default", kind.lora, gradient_accumulation_steps=kind.calls)
-    model.set_processor("InputProcessor", **({"packing": True, "micro_batch_tokens": 28} if packing else {"micro_batch_size": 2}))
+    model.set_processor("InputProcessor", **({"packing": True, "micro_batch_tokens": 36} if packing else {"micro_batch_size": 2}))
     # As in equality_worker.py: a smaller eps would make much of what rounding left of a gradient.
     model.set_optimizer("AdamW", lr=1e-3, eps=1e-5, weight_decay=0.1)
     model.set_lr_scheduler("cosine", total_steps=10, warmup_steps=2)
@@ -123,7 +128,8 @@ def resume(folder: Path, out: Path, name: str, written: str, read: str, runtime:
     model = build(folder, kind, read, runtime, packing=written != read)
     model.resume_from_checkpoint(out / f"{name}-{written}")
     model.save(f"{name}-{written}-{read}-again", str(out), save_optimizer=True)
-    keep(model, train(model, kind, stop, end), out, f"{name}-{written}-{read}")
+    if goes_on(name, written, read):
+        keep(model, train(model, kind, stop, end), out, f"{name}-{written}-{read}")
     close(model)
 
 

@@ -8,7 +8,7 @@ warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core"
 # It calls collectives by names that torch 2.13 has given up.
 warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
 
-_MODULES = {"MegatronModel": "model", "MultiLoraMegatronModel": "multi_lora"}
+_MODULES = {"MegatronBackendConfig": "config", "MegatronModel": "model", "MultiLoraMegatronModel": "multi_lora"}
 __all__ = list(_MODULES)
 
 

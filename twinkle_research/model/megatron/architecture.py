@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,7 +99,7 @@ class Architecture:
                 # The weights of a token's experts: softmax over them alone, or a part of that over all.
                 "moe_router_pre_softmax": not experts.normalized, "moe_permute_fusion": False,
             }  # fmt: skip
-        return TransformerConfig(
+        config = TransformerConfig(
             num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.num_heads,
             num_query_groups=self.num_kv_heads, kv_channels=self.head_dim, ffn_hidden_size=self.intermediate_size,
             normalization="RMSNorm", layernorm_epsilon=self.config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu,
@@ -119,6 +120,12 @@ class Architecture:
             gradient_accumulation_fusion=False, persist_layer_norm=fused, attention_softmax_in_fp32=False,
             **_recompute(layout), **mixture,
         )  # fmt: skip
+        if self.rotary_scale != 1.0:
+            # By these mcore reckons what it multiplies cosines and sines by: 1 + 0.1 * yarn_mscale * log(factor), here so that
+            # it comes to rotary_scale.
+            config.yarn_rotary_scaling_factor = math.e
+            config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (self.rotary_scale - 1), 0.0
+        return config
 
 
 def _leave(weight: Tensor) -> Tensor:

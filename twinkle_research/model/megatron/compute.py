@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -21,6 +22,7 @@ from twinkle_research.model.megatron.batch import LocalBatch, local_parts
 from twinkle_research.model.megatron.scoring import Scorer
 from twinkle_research.model.megatron.shim import device_shim
 from twinkle_research.model.passes import Cut, Pass, Summary, Trained, book, cut, empty, summarize
+from twinkle_research.processor.features import as_features
 
 if TYPE_CHECKING:
     from twinkle_research.model.megatron.build import PolicyModel
@@ -97,6 +99,8 @@ class Compute:
         """Checked before any of them runs, as a process that fails in the middle leaves others waiting. Where shares wait for
         each other in their passes (experts, gradients that are summed meanwhile) all have the same number, empty ones if
         need be; interleaved stages want a multiple of their number. ``together``: as ``Loss.rows_together``."""
+        inputs = as_features(inputs)
+        self._check_same_rows(inputs)
         items = [self._pass(trained, part) for part in cut(trained, inputs, loss_inputs, together)]
         layout, count = self.mesh.layout, len(items)
         if self.mesh.experts_join_shares or layout.overlap_grad_reduce or layout.overlap_param_gather:
@@ -109,6 +113,22 @@ class Compute:
             for item in items:
                 item.micro.fill_up(longest)
         return items
+
+    def _check_same_rows(self, inputs: Sequence[InputFeature]) -> None:
+        """The processes of a share compute its rows together; with different ones they would wait for each other for ever."""
+        groups = [axis.group for axis in (self.mesh.tp, self.mesh.pp, self.mesh.cp) if axis.size > 1]
+        if not groups:
+            return
+        digest = zlib.crc32(repr([(len(row["input_ids"]), row["input_ids"][:8]) for row in inputs]).encode())
+        bounds = torch.tensor([digest, -digest], device=self.device)
+        for group in groups:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        if int(bounds[0]) != -int(bounds[1]):
+            rank, size = self.mesh.data_parallel
+            raise UserError(
+                f"the processes of one data-parallel share were given different rows: all with data_parallel == {rank, size} "
+                "must be given the same"
+            )
 
     def _pass(self, trained: Trained, part: Cut) -> Pass:
         context, multiple = self.mesh.cp, self.mesh.tp.size if self.mesh.sequence_parallel else 1

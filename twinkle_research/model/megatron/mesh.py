@@ -6,17 +6,15 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from twinkle_research.distributed.runtime import Runtime
-from twinkle_research.errors import UserError
+from twinkle_research.errors import ConfigError, UserError
+from twinkle_research.model.megatron.config import MegatronBackendConfig, expert_processes, model_processes
 from twinkle_research.model.megatron.shim import device_shim
-
-if TYPE_CHECKING:
-    from twinkle_research.model.megatron.config import MegatronBackendConfig
 
 T = TypeVar("T")
 
@@ -84,6 +82,7 @@ class Mesh:
     def __init__(self, runtime: Runtime, layout: MegatronBackendConfig) -> None:
         from megatron.core import parallel_state, tensor_parallel
 
+        _check_processes(runtime.world_size, layout)
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
         self.runtime = runtime
         self.layout = layout
@@ -148,13 +147,29 @@ class Mesh:
         from megatron.core import parallel_state
 
         self._users -= 1
-        if self._users > 0:
+        if self._users != 0:
             return
         parallel_state.destroy_model_parallel()
         if self._alone:
             dist.destroy_process_group()
         if Mesh._present is self:
             Mesh._present = None
+
+
+def _check_processes(world_size: int, layout: MegatronBackendConfig) -> None:
+    for number, what in (
+        (model_processes(layout), "tensor_parallel x pipeline_parallel x context_parallel"),
+        (expert_processes(layout), "expert_tensor_parallel x expert_parallel x pipeline_parallel"),
+    ):
+        if world_size % number:
+            raise ConfigError(
+                f"the layout's {what} = {number} must divide the number of processes, but there {_are(world_size)}: start them "
+                "with torchrun and give the model runtime=Runtime.start()"
+            )
+
+
+def _are(count: int) -> str:
+    return "is one" if count == 1 else f"are {count}"
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:

@@ -85,6 +85,7 @@ class MegatronModel(CompanionsMixin, SavingMixin, TrainedModel):
         self._runs: dict[str, Trained] = {"": Trained("")}
         self._compute = Compute(self.chunks, self.mesh, self.architecture.vocab_size, activate=self._activate)
         self._copy: SamplingCopy | None = None
+        self._closed = False
 
     @classmethod
     def from_config(cls, cfg: TrainConfig, folder: str | Path, runtime: Runtime) -> MegatronModel:
@@ -102,7 +103,14 @@ class MegatronModel(CompanionsMixin, SavingMixin, TrainedModel):
         return model
 
     def close(self) -> None:
-        self.mesh.close()
+        if not self._closed:
+            self._closed = True
+            self.mesh.close()
+
+    def trained(self, adapter_name: str | None = None) -> Trained:
+        if self._closed:
+            raise UserError("this model is closed")
+        return super().trained(adapter_name)
 
     # --- what is trained ----------------------------------------------------------------------------------------
 
