@@ -46,7 +46,7 @@ def done(once, folders):
 
 def cases():
     for size, layouts in LAYOUTS.items():
-        yield from (pytest.param(size, name, marks=[pytest.mark.long] if size == 4 else []) for name in layouts)
+        yield from (pytest.param(size, name, marks=[pytest.mark.long] if size > 1 else []) for name in layouts)
 
 
 @pytest.mark.parametrize(("size", "layout"), cases())

@@ -62,7 +62,13 @@ def of(measured, size, layout):
     return [json.loads((measured(size) / f"{layout}-{rank}.json").read_text()) for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "layout"), [(size, name) for size in LAYOUTS for name in LAYOUTS[size]])
+def cases(layouts):
+    """Those of several processes take too long for a person who waits."""
+    for size, names in layouts.items():
+        yield from (pytest.param(size, name, marks=[pytest.mark.long] if size > 1 else []) for name in names)
+
+
+@pytest.mark.parametrize(("size", "layout"), cases(LAYOUTS))
 def test_every_layout_trains_what_peft_trains(measured, size, layout):
     """From the same initial values, with the same masks; loaded, exported and merged bit for bit."""
     for found in of(measured, size, layout):
@@ -71,19 +77,21 @@ def test_every_layout_trains_what_peft_trains(measured, size, layout):
             assert len(found[adapter]) >= len(BOUNDS) - 1
 
 
-@pytest.mark.parametrize(("size", "layout"), [(size, name) for size, names in TOGETHER.items() for name in names])
+@pytest.mark.parametrize(("size", "layout"), cases(TOGETHER))
 def test_adapters_on_one_model_know_nothing_of_each_other(measured, size, layout):
     for found in of(measured, size, layout):
         together = found["together"]
         assert together["base"] <= 5e-6 and together["others"] == 0.0 and together["different"] > 1e-2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", SPOILT)
 def test_without_its_guards_it_is_wrong(measured, layout):
     """The tag of what sees a part of the sequence, the mark of what every rank has, the gradient of the frozen embedding."""
     assert all(value > 0.1 for found in of(measured, 2, layout) for value in found["spoilt"].values())
 
 
+@pytest.mark.long
 def test_heads_that_processes_would_share_are_refused(measured):
     messages = {(measured(2) / f"refused-{rank}").read_text() for rank in range(2)}
     assert messages == {"backend.tensor_parallel=2 must divide the 1 key-value heads of a model with a LoRA"}

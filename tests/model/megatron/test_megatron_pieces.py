@@ -52,6 +52,7 @@ def model(mesh, folders):
     return Opened(folders / "qwen3_tied", mesh, torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("size", "layout"), [(size, name) for size in (2, 4) for name in LAYOUTS[size]])
 def test_folder_to_layout_to_folder(done, size, layout):
     """The ranks have compared themselves: bits in memory, and bits, order and names of the stream."""

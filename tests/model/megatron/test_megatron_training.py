@@ -52,6 +52,7 @@ def done(once, folders):
     return once("megatron-training", make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "kind"), CASES)
 def test_layout(done, layout, kind):
     """Against transformers: gradient norm, weights and moments after three updates with clipping, weight decay and windows of
@@ -63,6 +64,7 @@ def test_layout(done, layout, kind):
     assert found and all(value <= bounds[name.split()[-1]] for name, value in found.items()), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "kind"), [("pp2", "tied"), ("ep2", "mixture"), ("tp2", "lora"), ("pp2", "companions")])
 def test_transformers_goes_on(done, folders, layout, kind):
     """It reads what was written in another layout, and has the same bits then."""
