@@ -149,7 +149,11 @@ class Mesh:
         self._users -= 1
         if self._users != 0:
             return
+        groups = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()
+        for group in {id(group): group for group in groups if group in dist.distributed_c10d._world.pg_map}.values():
+            if dist.get_backend(group) == "gloo":  # mcore forgets them, with their threads and sockets
+                dist.destroy_process_group(group)
         if self._alone:
             dist.destroy_process_group()
         if Mesh._present is self:
