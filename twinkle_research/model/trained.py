@@ -13,11 +13,13 @@ from twinkle_research.loss import resolve_loss
 from twinkle_research.model.base import Result, TrainConfigs, TwinkleModel
 from twinkle_research.model.optimizer import optimizer_spec
 from twinkle_research.model.training import TrainingState
+from twinkle_research.processor.base import InputProcessor
 from twinkle_research.processor.features import as_features
 from twinkle_research.symbols import construct, load_symbol
 
 if TYPE_CHECKING:
     from twinkle_research.model.passes import Trained
+    from twinkle_research.trainer.config import TrainConfig
 
 
 class TrainedModel(TwinkleModel):
@@ -80,6 +82,15 @@ class TrainedModel(TwinkleModel):
         return self._begin(run, gradient_accumulation_steps)
 
     # --- set-up -------------------------------------------------------------------------------------------------
+
+    def configure(self, cfg: TrainConfig) -> None:
+        """Adds the adapter that ``cfg`` describes and sets its processor: of a model that has neither."""
+        if cfg.adapter.name == "lora":
+            self.add_adapter_to_model("default", cfg.adapter)
+        trainer = cfg.trainer
+        self.set_processor(
+            InputProcessor("right", trainer.micro_batch_size, trainer.micro_batch_tokens, packing=cfg.data.packing)
+        )
 
     def set_template(self, template_cls: Any, adapter_name: str | None = None, **kwargs: Any) -> None:
         """A Template, its class or its name; ``model_id`` defaults to the model's own."""

@@ -80,7 +80,7 @@ class Engine:
         try:
             with engine_environment(self.device.type, several), contained_construction(self.device):
                 self._llm = _build(_arguments(folder, runtime, options), self.device)
-        except (ValueError, RuntimeError, NotImplementedError) as error:
+        except (ValueError, RuntimeError, NotImplementedError) as error:  # how vLLM refuses a model, or a machine too small
             raise UserError(f"vLLM cannot run the model in {folder} here: {error}; write sampler=transformers") from error
         self._engine = self._llm.llm_engine
         self.core = self._engine.engine_core

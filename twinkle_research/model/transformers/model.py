@@ -129,12 +129,7 @@ class TransformersModel(CompanionsMixin, SavingMixin, TrainedModel):
             runtime=runtime, sharding=cfg.backend.sharding.value, trust_remote_code=cfg.model.trust_remote_code,
             revision=cfg.model.revision,
         )  # fmt: skip
-        if cfg.adapter.name == "lora":
-            model.add_adapter_to_model("default", cfg.adapter)
-        trainer = cfg.trainer
-        model.set_processor(
-            InputProcessor("right", trainer.micro_batch_size, trainer.micro_batch_tokens, packing=cfg.data.packing)
-        )
+        model.configure(cfg)
         return model
 
     # --- what is trained ----------------------------------------------------------------------------------------
