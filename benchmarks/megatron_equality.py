@@ -1,7 +1,7 @@
 """Twenty optimizer steps on Megatron-Core against those of transformers: the largest distances for each layout, model and task.
 
-    python benchmarks/megatron_equality.py                       what fits into ten CPU minutes
-    python benchmarks/megatron_equality.py --minutes 60          all of it, and the table results/megatron_equality.md
+    python benchmarks/megatron_equality.py                       what fits into ten CPU minutes, as results/megatron_equality.md
+    python benchmarks/megatron_equality.py --minutes 60          more of it; the table says how much
     python benchmarks/megatron_equality.py --processes 4 --layouts TP2-PP2 --out table.md
 
 Models, rows, tasks and layouts are those of tests/model/megatron/equality_cases.py. A combination of layout, model and task is
