@@ -62,12 +62,14 @@ def test_two_ranks_sample_and_train_as_one(tmp_path):
                     assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-7), (row["step"], name)
 
 
-def test_s02_truncated_completions_leave_numerator_and_denominator(tmp_path):
+def test_s02_truncated_completions_leave_numerator_and_denominator(tmp_path, capfd):
     """Random answers seldom end by themselves: with a limit of 3 all are cut. Lengths are logged as they were."""
     assert train_in_child(tmp_path, *ONE_STEP, "sampler.max_tokens=3", "rollout.mask_truncated=true", "trainer.max_steps=1") == 0
     row = rows(tmp_path)[0]
     assert row["completion/truncated"] == 1.0 and row["completion/length_mean"] == 3.0
     assert row["tokens"] == 0 and row["loss"] == 0.0 and row["grad_norm"] == 0.0
+    said = " ".join(capfd.readouterr().out.split())
+    assert "completions were cut off at sampler.max_tokens" in said and "rollout.mask_truncated leaves them out" in said
 
 
 def test_dynamic_sampling_leaves_out_groups_that_say_nothing(tmp_path):
