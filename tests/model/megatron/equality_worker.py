@@ -190,7 +190,6 @@ def measure(runtime: Runtime, folder: Path, case: Case, expected: Path, seed: in
         compare_scores(model, task, getattr(trace, name), stored[name], in_parts, name, gaps)
     if steps == 20:
         compare_weights(weights(model, case.adapter), load_file(expected / f"{case.reference}.safetensors"), gaps)
-    model.training_state().gradients.close()
     model.close()
     return gaps
 

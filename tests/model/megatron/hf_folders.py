@@ -15,13 +15,28 @@ BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 2,
+    "first_k_dense_replace": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+SHARED = {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "tie_word_embeddings": False}
 # name -> (family, config, dtype)
 MODELS = {
+    "deepseek": ("DeepseekV2", LATENT, torch.float32),
+    "deepseek_queries": ("DeepseekV2", {**LATENT, "q_lora_rank": 16, "first_k_dense_replace": 0}, torch.bfloat16),
+    "gemma": ("Gemma", {"tie_word_embeddings": False, "head_dim": 8, "num_key_value_heads": 1}, torch.float32),
+    "gemma2": ("Gemma2", {"tie_word_embeddings": False, "head_dim": 8, "sliding_window": 8}, torch.bfloat16),
+    "gemma3": ("Gemma3", {"tie_word_embeddings": False, "head_dim": 24, "sliding_window": 8, "vocab_size": 251}, torch.float32),
+    "llama_biased": (
+        "Llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "vocab_size": 253}, torch.float32,
+    ),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "vocab_size": 251, "num_key_value_heads": 1}, torch.float32),
     "llama_untied": ("Llama", {"tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 24}, torch.bfloat16),
     "mistral": ("Mistral", {"tie_word_embeddings": False, "head_dim": 16, "sliding_window": 8}, torch.float32),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True, "vocab_size": 253}, torch.bfloat16),
     "qwen2_untied": ("Qwen2", {"tie_word_embeddings": False, "num_key_value_heads": 1}, torch.float32),
+    "qwen2_moe": ("Qwen2Moe", {**MIXTURE, **SHARED}, torch.float32),
     "qwen3_tied": ("Qwen3", {"tie_word_embeddings": True, "head_dim": 24}, torch.float32),
     "qwen3_untied": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 8, "vocab_size": 249}, torch.float32),
     "qwen3_moe_tied": ("Qwen3Moe", {"tie_word_embeddings": True, "head_dim": 8, **MIXTURE}, torch.float32),
@@ -44,12 +59,17 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     return numbers.to(INTEGERS[dtype.itemsize]).view(dtype)
 
 
-def make_folder(name: str, folder: Path) -> None:
+def of_family(family: str, options: dict):
+    """A model of transformers with its initial values."""
     import transformers
 
+    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    return getattr(transformers, f"{family}ForCausalLM")(config(**options))
+
+
+def make_folder(name: str, folder: Path) -> None:
     family, options, dtype = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **options})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    model = of_family(family, BASE | options).to(dtype)
     model.save_pretrained(folder, max_shard_size="80KB")
     for i, file in enumerate(TensorFolder(folder, "model").files):
         tensors = load_file(folder / file)

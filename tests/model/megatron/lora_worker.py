@@ -48,6 +48,12 @@ ADAPTERS = {
     "mlp": {"r": 3, "lora_alpha": 9, "target_modules": ["up_proj", "down_proj"], "exclude_modules": r".*layers\.3.*"},
     "last": {"r": 4, "lora_alpha": 16, "target_modules": r".*layers\.3\.self_attn\.(k|q)_proj"},  # one stage has nothing
 }  # fmt: skip
+# Of float32; gradients and weights relative to the largest element. A change of all weights by a unit in the last place
+# moves single elements of these gradients by up to 5e-5.
+BOUNDS = {
+    "initial": 0.0, "loaded": 0.0, "merged": 0.0, "scores": 5e-6, "loss": 5e-6, "logps": 5e-6, "norm": 2e-5, "gradients": 1e-4,
+    "stepped": 2e-5,
+}  # fmt: skip
 PROCESSORS = (InputProcessor("left", micro_batch_size=2), InputProcessor(packing=True, micro_batch_tokens=28))
 
 

@@ -21,8 +21,8 @@ from twinkle_research.model.megatron.directory import Directory
 from twinkle_research.model.megatron.mesh import Mesh
 from twinkle_research.model.megatron.pieces import Piece
 
-DENSE = [name for name in MODELS if "moe" not in name and name != "mixtral"]
-MIXTURES = [name for name in MODELS if name not in DENSE]
+MIXTURES = [name for name in MODELS if "moe" in name or name == "mixtral" or name.startswith("deepseek")]
+DENSE = [name for name in MODELS if name not in MIXTURES]
 EVERY = list(MODELS)
 
 
@@ -112,7 +112,24 @@ def expected(model: Opened, name: str) -> Tensor:
         "input_layernorm.weight": "input_layernorm.weight", "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
         "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+        "self_attention.linear_proj.bias": "self_attn.o_proj.bias", "mlp.linear_fc2.bias": "mlp.down_proj.bias",
     }  # fmt: skip
+    if model.architecture.family in ("gemma2", "gemma3_text"):
+        simple |= {
+            "self_attn_bda.norm.weight": "post_attention_layernorm.weight",
+            "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
+            "mlp_bda.norm.weight": "post_feedforward_layernorm.weight",
+        }
+    if model.architecture.family == "deepseek_v2":
+        simple |= {
+            "self_attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+            "self_attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+        }
+        rows = {"q": "q_proj", "q_down": "q_a_proj", "q_up": "q_b_proj", "kv_down": "kv_a_proj_with_mqa", "kv_up": "kv_b_proj"}
+        if found := re.fullmatch(r"self_attention\.linear_((?:q|kv)\w*)\.weight", rest):
+            return cut(files[f"{layer}self_attn.{rows[found[1]]}.weight"], 0, mesh.tp)
+    if rest == "mlp.shared_experts.gate.weight":
+        return files[f"{layer}mlp.shared_expert_gate.weight"]
     if rest in simple:
         return files[layer + simple[rest]]
     if rest.startswith("self_attention.linear_qkv."):
@@ -124,10 +141,13 @@ def expected(model: Opened, name: str) -> Tensor:
         return files[f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}.gate.weight"]
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     axis, block = mesh.tp, f"{layer}mlp."
+    if rest.startswith("mlp.shared_experts."):
+        block += "shared_experts." if model.architecture.family == "deepseek_v2" else "shared_expert."
     if expert := re.match(r"mlp\.experts\.local_experts\.(\d+)\.", rest):
         axis, block = mesh.etp, f"{layer}{'block_sparse_moe' if mixtral else 'mlp'}.experts.{expert[1]}."
-    if rest.endswith("linear_fc1.weight"):
-        return torch.cat([cut(files[f"{block}{x}.weight"], 0, axis) for x in (gate, up)])
+    if ".linear_fc1." in rest:
+        kind = rest.rpartition(".")[2]
+        return torch.cat([cut(files[f"{block}{x}.{kind}"], 0, axis) for x in (gate, up)])
     assert rest.endswith("linear_fc2.weight")
     return cut(files[f"{block}{down}.weight"], 1, axis)
 

@@ -79,9 +79,10 @@ def build(folder: Path, kind: Kind, layout: str, runtime: Runtime, packing: bool
 
 
 def close(model: SavingMixin) -> None:
-    model.training_state().gradients.close()
     if isinstance(model, MegatronModel):
         model.close()
+    else:
+        model.training_state().gradients.close()
 
 
 def train(model: SavingMixin, kind: Kind, first: int, last: int) -> list[dict[str, float]]:

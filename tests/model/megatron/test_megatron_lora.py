@@ -5,9 +5,8 @@ import json
 import lora_worker as worker
 import pytest
 import torch
-import transformers
-from hf_folders import BASE, MODELS
-from lora_worker import LAYOUTS, SPOILT, TOGETHER, lora
+from hf_folders import BASE, MODELS, of_family
+from lora_worker import BOUNDS, LAYOUTS, SPOILT, TOGETHER, lora
 from megatron.core.packed_seq_params import PackedSeqParams
 from peft import LoraConfig
 from ranks import launch
@@ -25,13 +24,6 @@ from twinkle_research.model.megatron.shim import device_shim
 from twinkle_research.model.transformers import TransformersModel
 
 pytestmark = pytest.mark.timeout(300)
-
-# Of float32; gradients and weights relative to the largest element. A change of all weights by a unit in the last place
-# moves single elements of these gradients by up to 5e-5.
-BOUNDS = {
-    "initial": 0.0, "loaded": 0.0, "merged": 0.0, "scores": 5e-6, "loss": 5e-6, "logps": 5e-6, "norm": 2e-5, "gradients": 1e-4,
-    "stepped": 2e-5,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +99,7 @@ def families(once):
     def make(out):
         for name, (family, options, dtype) in MODELS.items():
             torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**{**BASE, **options})
-            getattr(transformers, f"{family}ForCausalLM")(config).to(dtype).save_pretrained(out / name)
+            of_family(family, BASE | options).to(dtype).save_pretrained(out / name)
 
     return once("megatron-lora-families", make)
 
@@ -131,7 +122,8 @@ def opened():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_tensors_as_on_transformers(families, opened, name):
-    """Of each family: names, initial values, adapter_config.json. Of a mixture of experts only the attention."""
+    """Of each family: names, initial values, adapter_config.json. Of a mixture of experts only the attention, or (Qwen2-MoE) what
+    every token sees."""
     adapters, _ = opened(families / name)
     adapter = adapters.add("default", LoraConfig(r=3, target_modules="all-linear"))
     other = TransformersModel(families / name, seed=worker.SEED)
@@ -140,7 +132,9 @@ def test_the_same_tensors_as_on_transformers(families, opened, name):
     assert list(adapter.directory.shapes) == list(wanted)
     assert all(torch.equal(parameter, wanted[n]) for n, parameter in adapter.parameters.items())
     assert config_json(adapter.config) == config_json(other.module.peft_config["default"])
-    assert len(wanted) == 2 * 4 * (4 if other.module.config.model_type in ("qwen3_moe", "mixtral") else 7)
+    kinds = {"qwen3_moe": 4, "mixtral": 4, "deepseek_v2": 4 + (name == "deepseek_queries")}
+    linear = kinds.get(other.module.config.model_type, 7) * 4 if name != "qwen2_moe" else 4 * 4 + 3 + 3 * 4
+    assert len(wanted) == 2 * linear
 
 
 WRONG = [

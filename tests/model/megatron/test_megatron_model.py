@@ -2,6 +2,7 @@
 
 import pytest
 from equality_cases import make_folder
+from peft import LoraConfig
 
 from twinkle_research.errors import ConfigError, UserError
 from twinkle_research.model import MegatronBackendConfig, MegatronModel
@@ -31,8 +32,13 @@ def test_after_close(folder):
     second.close()
     second.close()
     for model in (first, second):
-        with pytest.raises(UserError, match="this model is closed"):
-            model.forward_backward([ROW])
+        for call in (
+            lambda m: m.forward_backward([ROW]),
+            lambda m: m.add_adapter_to_model("a", LoraConfig()),
+            MegatronModel.save,
+        ):
+            with pytest.raises(UserError, match="this model is closed"):
+                call(model)
     third = MegatronModel(folder, layout=MegatronBackendConfig(logits_chunk=1))
     assert third.forward_only(ROW).result["loss"] == pytest.approx(loss, abs=1e-6)
     third.close()

@@ -151,11 +151,17 @@ def test_a_parameter_without_a_row_is_refused(model, mesh):
 
 ROWS = [
     (name, block, pattern)
-    for name in ("llama_untied", "mistral", "qwen2_untied", "qwen3_untied", "qwen3_moe_mixed", "mixtral")
-    for block, rows in families.TABLES[name.partition("_un")[0].partition("_mixed")[0]]._asdict().items()
+    for name, family in {
+        "llama_biased": "llama", "mistral": "mistral", "qwen2_untied": "qwen2", "qwen3_untied": "qwen3", "gemma": "gemma",
+        "qwen3_moe_mixed": "qwen3_moe", "mixtral": "mixtral", "gemma2": "gemma2", "gemma3": "gemma3_text",
+        "qwen2_moe": "qwen2_moe", "deepseek": "deepseek_v2",
+    }.items()
+    for block, rows in families.TABLES[family]._asdict().items()
     for pattern, _ in rows
-    # Of forms that a model has instead of these: grouped experts, biases on every linear layer.
-    if not pattern.endswith("{expert}") and not (name.startswith("llama") and pattern.endswith("bias"))
+    # Of forms that a model has instead of these: grouped experts, biases, compressed queries.
+    if not pattern.endswith("{expert}")
+    and (not pattern.endswith("bias") or name in ("llama_biased", "qwen2_untied", "qwen2_moe"))
+    and not (name == "deepseek" and ("linear_q_" in pattern or "q_norm" in pattern))
 ]  # fmt: skip
 
 
@@ -268,21 +274,6 @@ def test_grouped_experts_are_the_same_tensors(mesh, folders, name):
     assert "decoder.layers.3.mlp.experts.linear_fc2.weight3" in other
     for memory in own:
         assert [p.name for p in own[memory]] == [p.name for p in other[grouped(memory)]]
-
-
-def test_biases_of_every_linear_layer(mesh, folders):
-    """mcore's add_bias_linear: a Llama with attention_bias and mlp_bias."""
-    architecture = Architecture.read(folders / "llama_untied")
-    shapes = {
-        "self_attention.linear_qkv.bias": 288, "self_attention.linear_proj.bias": 32, "mlp.linear_fc1.bias": 96,
-        "mlp.linear_fc2.bias": 32,
-    }  # fmt: skip
-    parameters = {f"decoder.layers.1.{name}": torch.zeros(size) for name, size in shapes.items()}
-    directory = Directory(mesh, families.pieces(architecture, mesh, parameters))
-    prefix, wanted = "model.layers.1.", {"q": 96, "k": 96, "v": 96, "o": 32}
-    expected = {f"{prefix}self_attn.{x}_proj.bias": (size,) for x, size in wanted.items()}
-    expected |= {f"{prefix}mlp.{x}_proj.bias": (size,) for x, size in {"gate": 48, "up": 48, "down": 32}.items()}
-    assert directory.shapes == expected
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------

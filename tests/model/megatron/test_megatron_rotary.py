@@ -7,7 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from twinkle_research.errors import ConfigError
 from twinkle_research.model import MegatronModel, TransformersModel
-from twinkle_research.model.megatron.architecture import ROTARY, Architecture
+from twinkle_research.model.megatron.architecture import Architecture
+from twinkle_research.model.megatron.variants import ROTARY
 
 KINDS = {
     "default": {},

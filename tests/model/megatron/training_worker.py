@@ -40,7 +40,6 @@ class Checked:
 
     def close(self) -> None:
         for model in self.models:
-            model.training_state().gradients.close()
             model.close()
 
     def compare(self, what: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

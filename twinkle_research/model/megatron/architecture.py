@@ -13,30 +13,32 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from twinkle_research.errors import ConfigError, nearest
+from twinkle_research.model.head import LogitTransform
 from twinkle_research.model.megatron.config import MODEL_TYPES, MegatronBackendConfig, Recompute
+from twinkle_research.model.megatron.variants import (
+    GEMMA,
+    Experts,
+    Latent,
+    Rotary,
+    has_bias,
+    read_experts,
+    read_latent,
+    read_rotary,
+    read_windows,
+    refuse_variants,
+    softmax_scale,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from twinkle_research.model.megatron.mesh import Mesh
 
-# Rotary embeddings that are a fixed vector of frequencies, whatever the length of the sequence.
-ROTARY = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True)
-class Experts:
-    count: int
-    per_token: int
-    intermediate_size: int
-    normalized: bool  # whether the weights of a token's experts sum to 1
-    layers: tuple[bool, ...]  # which layers are mixtures
-
 
 @dataclass(frozen=True)
 class Architecture:
     """What is needed to build the model and to find its tensors. ``windows``: per layer the tokens that a token sees, None:
-    all before it. ``rotary``: [head_dim / 2] frequencies; ``rotary_scale`` multiplies cosines and sines."""
+    all before it. ``logits``: what is done to the logits behind the projection."""
 
     config: PretrainedConfig
     family: str
@@ -50,9 +52,17 @@ class Architecture:
     tied: bool
     qk_norm: bool
     qkv_bias: bool
+    output_bias: bool  # of the attention
+    mlp_bias: bool
+    centered_norms: bool  # whether the weights of norms are stored as their difference from 1
+    sandwich_norms: bool  # behind attention and MLP, too
+    embedding_scale: float
+    softmax_scale: float  # of products of queries and keys
+    attention_softcap: float | None
+    logits: LogitTransform
     windows: tuple[int | None, ...]
-    rotary: Tensor
-    rotary_scale: float
+    rotary: Rotary
+    latent: Latent | None
     experts: Experts | None
 
     @classmethod
@@ -70,17 +80,28 @@ class Architecture:
                 f"backend=megatron has no exact mapping for model type {family!r}, only for {', '.join(MODEL_TYPES)} "
                 f"({nearest(family, MODEL_TYPES)}); write backend=transformers"
             )
-        _refuse_variants(config)
+        refuse_variants(config)
         heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        rotary, scale = _rotary(config)
-        if len(rotary) * 2 != head_dim:
+        latent, rotary = read_latent(config), read_rotary(config)
+        if latent is None:
+            head_dim = rotated = getattr(config, "head_dim", None) or config.hidden_size // heads
+        else:
+            head_dim, rotated = latent.content + latent.rotated, latent.rotated
+        if rotary.frequencies.shape[1] * 2 != rotated:
             raise ConfigError(f"model type {family} rotates a part of each head only, which backend=megatron does not know")
+        biased, gemma = has_bias(config, "attention_bias"), family in GEMMA
+        softcap = config.attn_logit_softcapping if family == "gemma2" else None
         return cls(
             config=config, family=family, num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, num_heads=heads,
             num_kv_heads=config.num_key_value_heads or heads, head_dim=head_dim, intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size, tied=bool(config.tie_word_embeddings), qk_norm=family in ("qwen3", "qwen3_moe"),
-            qkv_bias=family == "qwen2", windows=_windows(config), rotary=rotary, rotary_scale=scale, experts=_experts(config),
+            vocab_size=config.vocab_size, tied=bool(config.tie_word_embeddings),
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"), output_bias=biased,
+            qkv_bias=biased or family == "qwen2" or has_bias(config, "qkv_bias"), mlp_bias=has_bias(config, "mlp_bias"),
+            centered_norms=gemma, sandwich_norms=family in ("gemma2", "gemma3_text"),
+            embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
+            softmax_scale=softmax_scale(config, head_dim), attention_softcap=softcap, latent=latent,
+            logits=LogitTransform(softcap=getattr(config, "final_logit_softcapping", None)), windows=read_windows(config),
+            rotary=rotary, experts=read_experts(config),
         )  # fmt: skip
 
     def padded_vocab(self, tensor_parallel: int) -> int:
@@ -98,12 +119,16 @@ class Architecture:
                 "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_grouped_gemm": False,
                 # The weights of a token's experts: softmax over them alone, or a part of that over all.
                 "moe_router_pre_softmax": not experts.normalized, "moe_permute_fusion": False,
+                "moe_router_topk_scaling_factor": None if experts.scale == 1.0 else experts.scale,
+                "moe_router_dtype": "fp32" if experts.exact_router else None,
+                "moe_shared_expert_intermediate_size": experts.shared_size or None,
             }  # fmt: skip
         config = TransformerConfig(
             num_layers=self.num_layers, hidden_size=self.hidden_size, num_attention_heads=self.num_heads,
             num_query_groups=self.num_kv_heads, kv_channels=self.head_dim, ffn_hidden_size=self.intermediate_size,
-            normalization="RMSNorm", layernorm_epsilon=self.config.rms_norm_eps, gated_linear_unit=True, activation_func=F.silu,
-            add_bias_linear=False, add_qkv_bias=self.qkv_bias, qk_layernorm=self.qk_norm, hidden_dropout=0.0,
+            normalization="RMSNorm", layernorm_epsilon=self.config.rms_norm_eps, gated_linear_unit=True, add_bias_linear=False,
+            activation_func=_gelu if self.family in GEMMA else F.silu, add_qkv_bias=self.qkv_bias, qk_layernorm=self.qk_norm,
+            softmax_scale=self.softmax_scale, layernorm_zero_centered_gamma=self.centered_norms, hidden_dropout=0.0,
             attention_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype, autocast_dtype=dtype, bf16=dtype is torch.bfloat16,
             tensor_model_parallel_size=mesh.tp.size, pipeline_model_parallel_size=mesh.pp.size,
             virtual_pipeline_model_parallel_size=layout.virtual_stages if layout.virtual_stages > 1 else None,
@@ -116,16 +141,21 @@ class Architecture:
             variable_seq_lengths=mesh.pp.size > 1 and not (layout.virtual_stages > 1 and mesh.pp.size == 2),
             moe_token_dispatcher_type="alltoall",
             batch_p2p_comm=on_gpu and layout.virtual_stages == 1, deallocate_pipeline_outputs=True, calculate_per_token_loss=True,
-            bias_activation_fusion=on_gpu, bias_dropout_fusion=on_gpu, masked_softmax_fusion=False, apply_rope_fusion=False,
+            bias_activation_fusion=on_gpu and self.family not in GEMMA, bias_dropout_fusion=on_gpu,
+            masked_softmax_fusion=False, apply_rope_fusion=False,
             gradient_accumulation_fusion=False, persist_layer_norm=fused, attention_softmax_in_fp32=False,
             **_recompute(layout), **mixture,
         )  # fmt: skip
-        if self.rotary_scale != 1.0:
+        if self.rotary.scale != 1.0:
             # By these mcore reckons what it multiplies cosines and sines by: 1 + 0.1 * yarn_mscale * log(factor), here so that
-            # it comes to rotary_scale.
+            # it comes to rotary.scale.
             config.yarn_rotary_scaling_factor = math.e
-            config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (self.rotary_scale - 1), 0.0
+            config.yarn_mscale, config.yarn_mscale_all_dim = 10 * (self.rotary.scale - 1), 0.0
         return config
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -140,57 +170,3 @@ def _recompute(layout: MegatronBackendConfig) -> dict[str, Any]:
     if layout.recompute is Recompute.selective:
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}
-
-
-def _refuse_variants(config: PretrainedConfig) -> None:
-    family = config.model_type
-    if config.hidden_act not in ("silu", "swish"):
-        raise ConfigError(f"model type {family} with hidden_act={config.hidden_act!r} is not supported by backend=megatron")
-    for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
-        value = getattr(config, key, None)
-        if value not in (None, False, 1):
-            raise ConfigError(f"model type {family} with {key}={value} is not supported by backend=megatron")
-    if getattr(config, "quantization_config", None):
-        raise ConfigError(f"model type {family}: quantised weights cannot be trained")
-
-
-def _rotary(config: PretrainedConfig) -> tuple[Tensor, float]:
-    """transformers' own frequencies, so that every kind of scaling is exactly its."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if kind not in ROTARY:
-        raise ConfigError(f"rotary embeddings of kind {kind!r} are not supported by backend=megatron; {nearest(kind, ROTARY)}")
-    if kind == "default":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        steps = torch.arange(0, width, 2, dtype=torch.int64).float() / width
-        return 1.0 / (parameters["rope_theta"] ** steps), 1.0
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    return frequencies.float(), float(scale)
-
-
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None)
-    if window is None:
-        return (None,) * config.num_hidden_layers
-    if kinds is None:
-        return (window,) * config.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _experts(config: PretrainedConfig) -> Experts | None:
-    if config.model_type == "mixtral":
-        layers = (True,) * config.num_hidden_layers
-        return Experts(config.num_local_experts, config.num_experts_per_tok, config.intermediate_size, True, layers)
-    if config.model_type != "qwen3_moe":
-        return None
-    step, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
-    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(config.num_hidden_layers))
-    return Experts(
-        config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size, bool(config.norm_topk_prob), layers
-    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +15,18 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from twinkle_research.model.head import LogitTransform
+from twinkle_research.model.megatron.blocks import (
+    BiasedColumnLinear,
+    BiasedRowLinear,
+    GatedSharedExpert,
+    GroupRouter,
+    NormedAdd,
+    RotaryKindAttention,
+)
 from twinkle_research.model.megatron.installed import transformer_engine_installed
-from twinkle_research.model.megatron.layers import DocumentAttention, RMSNorm
+from twinkle_research.model.megatron.latent import LatentAttention
+from twinkle_research.model.megatron.layers import CenteredRMSNorm, DocumentAttention, RMSNorm
 from twinkle_research.model.megatron.shim import device_shim
 
 if TYPE_CHECKING:
@@ -29,6 +41,7 @@ class PolicyModel(GPTModel):
     vocabulary projection is only computed at positions that are trained, elsewhere."""
 
     first_layer: int  # global number of its first layer
+    logits: LogitTransform  # of what the projection gives
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -73,8 +86,12 @@ def _chunk(architecture: Architecture, mesh: Mesh, config: TransformerConfig, st
         position_embedding_type="rope",
         vp_stage=stage,
     )
-    chunk.first_layer = first_layer
-    chunk.rotary_pos_emb.inv_freq = architecture.rotary.to(mesh.runtime.device)
+    chunk.first_layer, chunk.logits = first_layer, architecture.logits
+    chunk.rotary_pos_emb.inv_freq = architecture.rotary.frequencies.flatten().to(mesh.runtime.device)
+    for layer in chunk.decoder.layers:
+        layer.bias_dropout_add_exec_handler = nullcontext  # mcore's would keep what a backward pass needs where there is none
+    if chunk.pre_process and architecture.embedding_scale != 1.0:
+        chunk.embedding.word_embeddings.register_forward_hook(_scaled(architecture.embedding_scale))
     padding = architecture.config.pad_token_id
     if chunk.pre_process and padding is not None:
         chunk.embedding.word_embeddings.register_forward_hook(_without_gradient(padding, mesh))
@@ -84,9 +101,18 @@ def _chunk(architecture: Architecture, mesh: Mesh, config: TransformerConfig, st
         # gradients would be summed over processes that have other parts of them.
         if ".experts." in name and mesh.etp.size != mesh.tp.size:
             parameter.allreduce = False
-        if parameter.device.type != mesh.runtime.device.type:
-            raise AssertionError(f"{name} was made on {parameter.device}")
+        # mcore makes routers on the CPU and moves them when they are first used.
+        parameter.data = parameter.data.to(mesh.runtime.device)
     return chunk
+
+
+def _scaled(scale: float) -> Callable[..., Tensor]:
+    """A hook behind the embeddings of tokens: multiplies them by a scale that is rounded first."""
+
+    def hook(module: Any, args: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+
+    return hook
 
 
 def _without_gradient(token: int, mesh: Mesh) -> Callable[..., Tensor]:
@@ -106,7 +132,7 @@ def _block_spec(
     architecture: Architecture, config: TransformerConfig, stage: int | None, first: int, fused: bool
 ) -> TransformerBlockSubmodules:
     """mcore's own layers but for norm and core attention, so that names and mapping are the same on every device."""
-    norm: Any = RMSNorm
+    norm: Any = CenteredRMSNorm if architecture.centered_norms else RMSNorm
     if fused:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -125,15 +151,38 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, number: i
         num_experts=experts.count if mixture else None, moe_grouped_gemm=False, qk_layernorm=architecture.qk_norm,
         normalization="RMSNorm",
     )  # fmt: skip
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    if architecture.latent is not None:
+        parts = {"latent": architecture.latent, "rotary_scale": architecture.rotary.scale, "norm": norm}
+        layer.self_attention = ModuleSpec(module=LatentAttention, params=parts)
+    else:
+        _set_attention(layer.self_attention, architecture, number, norm, fused)
+    if mixture and experts.groups is not None:
+        layer.mlp.submodules.router = partial(GroupRouter, groups=experts.groups)
+    if mixture and experts.gated_share:
+        layer.mlp.submodules.shared_experts.module = GatedSharedExpert
+    if architecture.mlp_bias:
+        layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = BiasedColumnLinear, BiasedRowLinear
+    if architecture.sandwich_norms:
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params={"config": config, "norm": norm})
+    return spec
+
+
+def _set_attention(spec: ModuleSpec, architecture: Architecture, number: int, norm: Any, fused: bool) -> None:
+    parts = spec.submodules
     if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    window = architecture.windows[number]
-    if fused:
+        parts.q_layernorm = parts.k_layernorm = norm
+    window, softcap = architecture.windows[number], architecture.attention_softcap
+    if fused and window is None and softcap is None:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-        attention.core_attention = TEDotProductAttention
+        parts.core_attention = TEDotProductAttention
     else:
-        attention.core_attention = ModuleSpec(module=DocumentAttention, params={"window": window})
-    return spec
+        parts.core_attention = ModuleSpec(module=DocumentAttention, params={"window": window, "softcap": softcap})
+    kinds = len(architecture.rotary.frequencies)
+    if kinds > 1:
+        spec.module = RotaryKindAttention
+        spec.params |= {"kind": architecture.rotary.kinds[number], "kinds": kinds}
+    if architecture.output_bias:
+        parts.linear_proj = BiasedRowLinear

@@ -7,7 +7,9 @@ from typing import Optional
 from twinkle_research.model.config import Device
 
 # Those of config.json's ``model_type`` whose weights have an exact place in Megatron-Core's GPTModel.
-MODEL_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+MODEL_TYPES = (
+    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+)  # fmt: skip
 
 
 class Recompute(Enum):

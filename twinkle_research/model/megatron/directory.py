@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from twinkle_research.checkpoint.parts import Box, PartedTensor
 from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError, ConfigError, similar
 from twinkle_research.model.megatron.pieces import Piece, Shape
@@ -29,7 +30,6 @@ BUCKET_BYTES = 64 << 20
 _ALONE = 1 << 20  # what is at least as large is not copied together with others before it is sent
 
 TensorOf = Callable[[str], Tensor]  # from a name in memory
-Box = tuple[tuple[int, int], ...]  # start and stop for each dimension
 _Entry = tuple[str, Shape, Box, tuple[int, ...]]  # name, shape, part, place
 
 
@@ -58,7 +58,8 @@ class Directory:
         for memory, own in self._pieces.items():
             for piece in own:
                 self._own.setdefault(piece.name, []).append((memory, piece))
-        held = _merged(_gathered(self._runtime, self._pieces))
+        listings, self._replicas = _gathered(self._runtime, self._pieces)
+        held = _merged(listings)
         self._held = dict(sorted(held.items(), key=lambda item: (item[1].place, _natural(item[0]))))
         for name, tensor in self._held.items():
             _check_tiling(name, tensor)
@@ -203,6 +204,37 @@ class Directory:
             for packed, part in pairs:
                 part.copy_(packed.view(part.shape))
 
+    # --- in parts -----------------------------------------------------------------------------------------------
+
+    def parted(self, dtypes: Mapping[str, torch.dtype], suffix: str = "", *, spread: bool) -> list[PartedTensor]:
+        """Who writes which part of the tensors that ``dtypes`` names, the same answer on all ranks: the lowest rank that holds
+        it. ``spread``: of the ranks that hold all the same as that one, the one that has least to write yet."""
+        burden = [0] * self._runtime.world_size
+        found = []
+        for spec in self.specs(dtypes, suffix):
+            parts: dict[int, Box] = {}
+            for box, owner in self._held[spec.name.removesuffix(suffix)].owners.items():
+                candidates = self._replicas[owner] if spread else [owner]
+                rank = min(candidates, key=burden.__getitem__)
+                if rank in parts:
+                    raise ValueError(f"rank {rank} holds two parts of tensor {spec.name}")
+                parts[rank] = box
+                burden[rank] += PartedTensor(spec, parts).part_of(rank).nbytes
+            found.append(PartedTensor(spec, parts))
+        return found
+
+    def own_parts(self, tensor_of: TensorOf, parted: Iterable[PartedTensor], suffix: str = "") -> Iterator[tuple[str, Tensor]]:
+        """(name, part) of what this rank is to write, in the order of ``parted``. ``tensor_of``: as for ``stream``; called for
+        what others write, too. Each rank goes to the end."""
+        read, rank = _remembering_one(tensor_of), self._runtime.rank
+        for tensor in parted:
+            wanted = tensor.parts.get(rank)
+            for memory, piece in self._own.get(tensor.spec.name.removesuffix(suffix), ()):
+                local = read(memory)
+                if wanted == _box(piece):
+                    wanted = None
+                    yield tensor.spec.name, piece.read(local.detach())
+
     # --- from a folder ------------------------------------------------------------------------------------------
 
     def check(
@@ -261,11 +293,16 @@ class Directory:
 # --- what all ranks hold ------------------------------------------------------------------------------------------------
 
 
-def _gathered(runtime: Runtime, pieces: Mapping[str, Sequence[Piece]]) -> list[list[_Entry] | None]:
-    """What each rank holds; None for a rank that holds the same as a lower one (its replica)."""
+def _gathered(runtime: Runtime, pieces: Mapping[str, Sequence[Piece]]) -> tuple[list[list[_Entry] | None], dict[int, list[int]]]:
+    """What each rank holds, None for a rank that holds the same as a lower one (its replica); and who holds the same as each of
+    the others."""
     own = sorted((p.name, tuple(p.shape), _box(p), tuple(p.place)) for held in pieces.values() for p in held)
     digests = runtime.gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
-    return runtime.gather_objects(own if digests.index(digests[runtime.rank]) == runtime.rank else None)
+    listings = runtime.gather_objects(own if digests.index(digests[runtime.rank]) == runtime.rank else None)
+    replicas: dict[int, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        replicas.setdefault(digests.index(digest), []).append(rank)
+    return listings, replicas
 
 
 def _merged(listings: list[list[_Entry] | None]) -> dict[str, _Held]:

@@ -163,9 +163,11 @@ class MeshGradients:
             for hook in wrapped.remove_forward_pre_hook_handles.values():
                 hook.remove()
             wrapped.remove_forward_pre_hook_handles.clear()
-            # mcore's hooks hang on the autograd nodes of the parameters, which may live longer than this.
+            # mcore's hooks hang on the autograd nodes of the parameters, which may live longer than this. Those that a layer of
+            # experts remembers would otherwise keep the layer, by way of the hooks.
             wrapped.param_to_bucket_group.clear()
             wrapped.grad_accs.clear()
+            wrapped.module = None
         for parameter in self.parameters.values():
             parameter.grad = None
             del parameter.main_grad

@@ -38,23 +38,37 @@ class RMSNorm(nn.Module):
         return self.weight * exact.to(x.dtype)
 
 
+class CenteredRMSNorm(RMSNorm):
+    """Gemma's: the weight is stored as its difference from 1, and the product is rounded."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, hidden_size, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+
 class DocumentAttention(MegatronModule):
     """Causal attention of packed documents, each by itself; the interface is that of TEDotProductAttention. thd batches only.
 
-    ``window``: tokens that a token sees, itself included; None: all before it. With context parallelism a rank has the
+    ``window``: tokens that a token sees, itself included; None: all before it. ``softcap`` c maps scores to c * tanh(s / c),
+    with one matrix of them for a run of documents in memory (Gemma 2, arXiv:2408.00118). With context parallelism a rank has the
     chunks r and 2c - 1 - r of the 2c equal ones of each document, and gathers keys and values.
     """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, attn_mask_type: Any, attention_type: str, *,
         attention_dropout: float | None = None, softmax_scale: float | None = None, cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None, window: int | None = None, **_: Any,
+        pg_collection: ProcessGroupCollection | None = None, window: int | None = None,
+        softcap: float | None = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.context = groups.cp
         self.scale = softmax_scale
         self.window = window
+        self.softcap = softcap
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, attn_mask_type: Any = None,
@@ -91,6 +105,10 @@ class DocumentAttention(MegatronModule):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        if self.softcap is not None:
+            visible = _visible(q.shape[2], k.shape[2], None, q.device) if mask is None else mask
+            scores = torch.tanh(q @ k.transpose(2, 3) * self.scale / self.softcap) * self.softcap
+            return scores.masked_fill(~visible, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
 
 

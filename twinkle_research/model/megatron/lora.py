@@ -22,6 +22,7 @@ from twinkle_research.model.config import LoraAdapterConfig
 from twinkle_research.model.facts import is_vocabulary_module
 from twinkle_research.model.lora_config import PREFIX, inject, lora_config
 from twinkle_research.model.megatron import families
+from twinkle_research.model.megatron.blocks import WholeLinear
 from twinkle_research.model.megatron.config import Recompute
 from twinkle_research.model.megatron.directory import Directory
 from twinkle_research.model.megatron.lora_layers import Factors, Rank, Site
@@ -96,7 +97,7 @@ class Adapters:
         weights = families.named_parameters(self._architecture, self._mesh, [chunk])
         names = {weight: name for name, weight in weights.items() if ".experts." not in name}
         for module in chunk.decoder.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)) and module.weight in names:
+            if isinstance(module, (ColumnParallelLinear, RowParallelLinear, WholeLinear)) and module.weight in names:
                 name = names[module.weight]
                 tensors = families.pieces(self._architecture, self._mesh, {name: module.weight})[name]
                 groups = len(tensors[0].view(module.weight)) if name.endswith("linear_qkv.weight") else 1
@@ -127,6 +128,11 @@ class Adapters:
                     parameters[on_disk], pieces[on_disk] = parameter, [piece]
                     _register(chunk, f"{families.ADAPTERS}.{name}.{on_disk}", parameter)
         adapter = self._adapters[name] = Adapter(name, own, parameters, Directory(self._mesh, pieces), by_weight)
+        if left := sorted({n for rank in ranks.values() for n in rank.names} - set(adapter.directory.shapes)):
+            self.remove(name)
+            raise ConfigError(
+                f"adapter.target_modules names {left[0]}, for which backend=megatron has no linear layer of its own"
+            )
         if not self._hooks:
             self._hooks = list(self._hook())
         return adapter

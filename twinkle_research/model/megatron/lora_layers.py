@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from twinkle_research.errors import UserError
 from twinkle_research.model.dropout import document_mask
 from twinkle_research.model.lora_config import initial_a
+from twinkle_research.model.megatron.blocks import WholeLinear
 from twinkle_research.model.megatron.mesh import Mesh
 from twinkle_research.model.megatron.pieces import Piece, whole_index
 from twinkle_research.model.megatron.tokens import LocalTokens
@@ -52,21 +53,26 @@ class Factors:
 
 
 class Site:
-    """One parallel linear layer of this process. ``tensors``: the parts of its weight, one for each Hugging Face matrix in it;
-    their rows lie in ``groups`` equal groups, in each those of the first, then those of the second ...
+    """One linear layer of this process, parallel or whole. ``tensors``: the parts of its weight, one for each Hugging Face matrix
+    in it; their rows lie in ``groups`` equal groups, in each those of the first, then those of the second ...
 
     ``active``: the factors that are computed, one for each of ``tensors``, None for a matrix without; None for none at all.
     """
 
     def __init__(
-        self, linear: ColumnParallelLinear | RowParallelLinear, memory: str, tensors: list[Piece], groups: int, mesh: Mesh
+        self,
+        linear: ColumnParallelLinear | RowParallelLinear | WholeLinear,
+        memory: str,
+        tensors: list[Piece],
+        groups: int,
+        mesh: Mesh,
     ) -> None:
         self.linear = linear
         self.memory = memory
         self.tensors = tensors
         self.groups = groups
         self.mesh = mesh
-        self.column = isinstance(linear, ColumnParallelLinear)
+        self.column, self.row = isinstance(linear, ColumnParallelLinear), isinstance(linear, RowParallelLinear)
         self.splits_sequence = mesh.sequence_parallel and mesh.tp.size > 1
         self.active: list[Factors | None] | None = None
 
@@ -80,10 +86,11 @@ class Site:
         a = initial_a(seed, a_name, (rank.rank, rank.inputs))[a_index].to(device, copy=True)
         b = torch.zeros(b_index[0].stop - b_index[0].start, rank.rank, device=device)
         factors = Factors(rank, nn.Parameter(a, requires_grad=False), nn.Parameter(b, requires_grad=False))
-        set_tensor_model_parallel_attributes(factors.a, not self.column, 1, 1)
+        set_tensor_model_parallel_attributes(factors.a, self.row, 1, 1)
         set_tensor_model_parallel_attributes(factors.b, self.column, 0, 1)
-        # The factor that every rank has whole sees its part of the sequence only: mcore sums gradients with this mark.
-        (factors.a if self.column else factors.b).sequence_parallel = self.splits_sequence
+        # A factor that every rank has whole sees its part of the sequence only: mcore sums gradients with this mark.
+        factors.a.sequence_parallel = self.splits_sequence and not self.row
+        factors.b.sequence_parallel = self.splits_sequence and not self.column
         return factors
 
     def parts(self, tensor: Piece, factors: Factors) -> Iterator[tuple[str, nn.Parameter, Piece]]:
@@ -110,7 +117,9 @@ class Site:
         x = args[0].float()
         low = torch.cat([F.linear(self._dropped(x, f.rank, tokens, seed), f.a) for f in self.active if f], dim=-1)
         group = self.mesh.tp.group
-        if not self.splits_sequence:
+        if not (self.column or self.row):
+            pass  # all of it is here
+        elif not self.splits_sequence:
             low = (copy_to_tensor_model_parallel_region if self.column else reduce_from_tensor_model_parallel_region)(low, group)
         elif self.column:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
@@ -133,7 +142,7 @@ class Site:
         if tokens is None:
             raise UserError(f"dropout of {name} ran in training mode outside forward_backward: its mask has no key")
         where, columns = tokens.where.to(x.device), slice(None)
-        if not self.column:
+        if self.row:
             width = x.shape[-1]
             columns = slice(self.mesh.tp.rank * width, (self.mesh.tp.rank + 1) * width)
         elif self.splits_sequence:

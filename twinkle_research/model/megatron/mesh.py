@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Sequence
@@ -149,6 +150,7 @@ class Mesh:
         self._users -= 1
         if self._users != 0:
             return
+        gc.collect()  # models and optimizers of mcore refer to themselves in circles and keep the groups alive
         groups = parallel_state._global_process_group_list or []
         parallel_state.destroy_model_parallel()
         for group in {id(group): group for group in groups if group in dist.distributed_c10d._world.pg_map}.values():

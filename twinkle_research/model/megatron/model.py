@@ -98,14 +98,23 @@ class MegatronModel(CompanionsMixin, SavingMixin, TrainedModel):
         return model
 
     def close(self) -> None:
+        """Collective. Frees weights and optimizers; every call after it is refused."""
         if not self._closed:
             self._closed = True
+            self._free()
             self.mesh.close()
 
-    def trained(self, adapter_name: str | None = None) -> Trained:
-        if self._closed:
+    def _free(self) -> None:
+        for run in self._runs.values():
+            if run.training is not None:
+                run.training.gradients.close()
+        self._copy = None
+        del self._runs, self._compute, self._adapters, self.directory, self.parameters, self.chunks
+
+    def __getattr__(self, name: str) -> Any:
+        if self.__dict__.get("_closed"):  # it had all that a call needs
             raise UserError("this model is closed")
-        return super().trained(adapter_name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # --- what is trained ----------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class Scorer:
             known_N = None if known_BT is None else known_BT.view(-1)[places_n]
         found = score_labels(
             hidden_ND, weight_VD, micro.batch.labels.view(-1)[micro.places_n].to(self.device), needs=loss.needs - {"values"},
-            chunk=self.logits_chunk, logprob_gradient_N=known_N, vocabulary=self.vocabulary,
+            transform=self.chunk.logits, chunk=self.logits_chunk, logprob_gradient_N=known_N, vocabulary=self.vocabulary,
             sampled_from=micro.sampled_from(micro.places_n, self.device, self.dtype),
         )  # fmt: skip
         names = ("logprobs", "entropy", "logsumexp", "mean_logprobs")

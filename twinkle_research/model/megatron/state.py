@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from twinkle_research.checkpoint.parts import PartedTensor
+from twinkle_research.checkpoint.sharded import ShardedWriter
 from twinkle_research.checkpoint.stream import TensorSpec
 from twinkle_research.model.megatron import families
 from twinkle_research.model.megatron.directory import Directory
@@ -40,8 +42,29 @@ class MegatronState(ModelState):
     # --- names and parts ----------------------------------------------------------------------------------------
 
     def _stored(self, stored: Stored) -> tuple[list[TensorSpec], Iterable[tuple[str, Tensor]]]:
-        specs: list[TensorSpec] = []
+        chosen = list(self._chosen(stored))
+        specs = [spec for directory, dtypes in chosen for spec in directory.specs(dtypes, stored.suffix)]
+        streams = [directory.stream(stored.tensor_of, dtypes=dtypes) for directory, dtypes in chosen]
+        return specs, ((name + stored.suffix, tensor) for stream in streams for name, tensor in stream)
+
+    def _add(self, writer: CheckpointWriter, folder: str, stem: str, parts: list[Stored]) -> None:
+        if not isinstance(writer, ShardedWriter):
+            super()._add(writer, folder, stem, parts)
+            return
+        tensors: list[PartedTensor] = []
         streams = []
+        for stored in parts:
+            for directory, dtypes in self._chosen(stored):
+                # Whoever holds the same of the whole model is a data-parallel replica: their bits are the same.
+                spread = stored.replicated and directory is self._directories[0]
+                parted = directory.parted(dtypes, stored.suffix, spread=spread)
+                tensors += parted
+                streams.append(directory.own_parts(stored.tensor_of, parted, stored.suffix))
+        if tensors:
+            writer.add_parts(folder, stem, tensors, (pair for stream in streams for pair in stream))
+
+    def _chosen(self, stored: Stored) -> Iterator[tuple[Directory, dict[str, torch.dtype]]]:
+        """The directories that have something of it, with the dtypes of their tensors. Collective."""
         for directory in self._directories:
             own = directory.loaded()
             held = [name in stored.names for name in own]
@@ -53,9 +76,7 @@ class MegatronState(ModelState):
                 dtypes = dict.fromkeys(directory.shapes, torch.float32)
             else:
                 dtypes = directory.dtypes(stored.tensor_of)
-            specs += directory.specs(dtypes, stored.suffix)
-            streams.append(directory.stream(stored.tensor_of, dtypes=dtypes))
-        return specs, ((name + stored.suffix, tensor) for stream in streams for name, tensor in stream)
+            yield directory, dtypes
 
     def _check(self, part: Part) -> None:
         for directory in self._directories:

@@ -11,7 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from twinkle_research.errors import ConfigError
-from twinkle_research.model.megatron.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from twinkle_research.model.megatron.families import (
+    deepseek_v2,
+    gemma,
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from twinkle_research.model.megatron.families.rules import Rule, Table
 from twinkle_research.model.megatron.pieces import Piece
 
@@ -23,8 +35,9 @@ if TYPE_CHECKING:
     from twinkle_research.model.megatron.mesh import Mesh
 
 TABLES: dict[str, Table] = {
-    "llama": llama.TABLE, "mistral": mistral.TABLE, "mixtral": mixtral.TABLE, "qwen2": qwen2.TABLE, "qwen3": qwen3.TABLE,
-    "qwen3_moe": qwen3_moe.TABLE,
+    "deepseek_v2": deepseek_v2.TABLE, "gemma": gemma.TABLE, "gemma2": gemma2.TABLE, "gemma3_text": gemma3.TABLE,
+    "llama": llama.TABLE, "mistral": mistral.TABLE, "mixtral": mixtral.TABLE, "qwen2": qwen2.TABLE,
+    "qwen2_moe": qwen2_moe.TABLE, "qwen3": qwen3.TABLE, "qwen3_moe": qwen3_moe.TABLE,
 }  # fmt: skip
 
 ADAPTERS = "adapters"  # what stands before the names that their parameters have in a chunk

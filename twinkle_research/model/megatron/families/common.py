@@ -9,11 +9,22 @@ AFTER: Rows = (
     ("output_layer.weight", Vocabulary("lm_head.weight", tied="model.embed_tokens.weight")),
 )
 
-ATTENTION: Rows = (
+NORMS: Rows = (
     ("input_layernorm.weight", Whole("input_layernorm.weight")),
+    ("pre_mlp_layernorm.weight", Whole("post_attention_layernorm.weight")),
+)
+
+# Norms behind attention and MLP, too.
+SANDWICH_NORMS: Rows = (
+    ("input_layernorm.weight", Whole("input_layernorm.weight")),
+    ("self_attn_bda.norm.weight", Whole("post_attention_layernorm.weight")),
+    ("pre_mlp_layernorm.weight", Whole("pre_feedforward_layernorm.weight")),
+    ("mlp_bda.norm.weight", Whole("post_feedforward_layernorm.weight")),
+)
+
+QKV_AND_OUT: Rows = (
     ("self_attention.linear_qkv.weight", QKV("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")),
     ("self_attention.linear_proj.weight", Columns("self_attn.o_proj.weight")),
-    ("pre_mlp_layernorm.weight", Whole("post_attention_layernorm.weight")),
 )
 
 QKV_BIAS: Rows = (
@@ -30,9 +41,9 @@ MLP: Rows = (
     ("mlp.linear_fc2.weight", Columns("mlp.down_proj.weight")),
 )
 
-# Of every linear layer, as mcore has them: all or none.
-OTHER_BIASES: Rows = (
-    ("self_attention.linear_proj.bias", Whole("self_attn.o_proj.bias")),
+ATTENTION_BIASES: Rows = (*QKV_BIAS, ("self_attention.linear_proj.bias", Whole("self_attn.o_proj.bias")))
+
+MLP_BIASES: Rows = (
     ("mlp.linear_fc1.bias", Gated("mlp.gate_proj.bias", "mlp.up_proj.bias")),
     ("mlp.linear_fc2.bias", Whole("mlp.down_proj.bias")),
 )
@@ -45,4 +56,22 @@ def experts(gate: str, up: str, down: str) -> Rows:
         ("mlp.experts.local_experts.{expert}.linear_fc2.weight", Columns(down)),
         ("mlp.experts.linear_fc1.weight{expert}", Gated(gate, up)),
         ("mlp.experts.linear_fc2.weight{expert}", Columns(down)),
+    )
+
+
+QWEN_EXPERTS: Rows = (
+    ("mlp.router.weight", Whole("mlp.gate.weight")),
+    *experts(
+        gate="mlp.experts.{expert}.gate_proj.weight",
+        up="mlp.experts.{expert}.up_proj.weight",
+        down="mlp.experts.{expert}.down_proj.weight",
+    ),
+)
+
+
+def shared_expert(name: str) -> Rows:
+    """The expert that all tokens see."""
+    return (
+        ("mlp.shared_experts.linear_fc1.weight", Gated(f"{name}.gate_proj.weight", f"{name}.up_proj.weight")),
+        ("mlp.shared_experts.linear_fc2.weight", Columns(f"{name}.down_proj.weight")),
     )

@@ -1,6 +1,6 @@
 """Mistral."""
 
-from twinkle_research.model.megatron.families.common import AFTER, ATTENTION, BEFORE, MLP
+from twinkle_research.model.megatron.families.common import AFTER, BEFORE, MLP, NORMS, QKV_AND_OUT
 from twinkle_research.model.megatron.families.rules import Table
 
-TABLE = Table(BEFORE, (*ATTENTION, *MLP), AFTER)
+TABLE = Table(BEFORE, (*NORMS, *QKV_AND_OUT, *MLP), AFTER)

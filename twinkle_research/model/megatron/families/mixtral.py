@@ -1,6 +1,6 @@
 """Mixtral, with the names of its files (transformers has others in memory)."""
 
-from twinkle_research.model.megatron.families.common import AFTER, ATTENTION, BEFORE, experts
+from twinkle_research.model.megatron.families.common import AFTER, BEFORE, NORMS, QKV_AND_OUT, experts
 from twinkle_research.model.megatron.families.rules import Table, Whole
 
 EXPERTS = (
@@ -12,4 +12,4 @@ EXPERTS = (
     ),
 )
 
-TABLE = Table(BEFORE, (*ATTENTION, *EXPERTS), AFTER)
+TABLE = Table(BEFORE, (*NORMS, *QKV_AND_OUT, *EXPERTS), AFTER)

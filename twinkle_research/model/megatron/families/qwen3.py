@@ -1,6 +1,6 @@
 """Qwen3."""
 
-from twinkle_research.model.megatron.families.common import AFTER, ATTENTION, BEFORE, MLP, QK_NORM
+from twinkle_research.model.megatron.families.common import AFTER, ATTENTION_BIASES, BEFORE, MLP, NORMS, QK_NORM, QKV_AND_OUT
 from twinkle_research.model.megatron.families.rules import Table
 
-TABLE = Table(BEFORE, (*ATTENTION, *QK_NORM, *MLP), AFTER)
+TABLE = Table(BEFORE, (*NORMS, *QKV_AND_OUT, *ATTENTION_BIASES, *QK_NORM, *MLP), AFTER)

@@ -50,6 +50,16 @@ class Columns:
 
 
 @dataclass(frozen=True)
+class Outputs:
+    """A matrix cut along its outputs (ColumnParallelLinear)."""
+
+    name: str
+
+    def parts(self, shape: Shape, rank: int, size: int, architecture: Architecture) -> Iterator[Part]:
+        yield Part(self.name, *one_of(shape, 0, rank, size), _rows(0, shape[0]))
+
+
+@dataclass(frozen=True)
 class Gated:
     """Each process's rows of the gate, below them its rows of the other factor (a gated MLP's first matrix or bias)."""
 
@@ -113,7 +123,7 @@ class Vocabulary:
             yield Part(name, (architecture.vocab_size, *shape[1:]), index, _rows(0, stop - start))
 
 
-Rule = Whole | Columns | Gated | QKV | Vocabulary
+Rule = Whole | Columns | Outputs | Gated | QKV | Vocabulary
 # (name of Megatron-Core's parameter, what it is made of). ``{expert}`` is an expert's number.
 Rows = tuple[tuple[str, Rule], ...]
 

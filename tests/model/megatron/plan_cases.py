@@ -1,0 +1,72 @@
+"""Layouts of two processes (and one) whose memory and traffic the plan foretells."""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+LENGTH, ROWS = 24, 4
+SHAPE = {
+    "vocab_size": 256, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": None,
+}  # fmt: skip
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("Qwen3", {"tie_word_embeddings": True}),
+    "untied": ("Llama", {"tie_word_embeddings": False}),
+    "biased": ("Qwen2", {"tie_word_embeddings": False, "hidden_size": 64}),
+    "mixture": ("Qwen3Moe", {"tie_word_embeddings": False, **MIXTURE}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str = "tied"
+    processes: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    lora: int = 0  # rank
+    megatron: bool = True
+    micro: int = 1  # rows
+
+
+CASES = {
+    "alone": Case(processes=1),
+    "alone-biased": Case("biased", processes=1, dtype="bfloat16"),
+    "tp": Case(options={"tensor_parallel": 2, "sequence_parallel": False}),
+    "sp": Case(options={"tensor_parallel": 2}),
+    "sp-bf16": Case("untied", options={"tensor_parallel": 2}, dtype="bfloat16"),
+    "sp-recompute": Case("untied", options={"tensor_parallel": 2, "recompute": "full"}),
+    "sp-lora": Case("untied", options={"tensor_parallel": 2}, lora=3),
+    "tp-lora": Case("untied", options={"tensor_parallel": 2, "sequence_parallel": False}, lora=3),
+    "pp": Case(options={"pipeline_parallel": 2}),
+    "pp-untied": Case("untied", options={"pipeline_parallel": 2}, dtype="bfloat16"),
+    "vpp": Case("untied", options={"pipeline_parallel": 2, "virtual_stages": 2}),
+    "dp": Case(dtype="bfloat16"),
+    "do": Case(options={"distributed_optimizer": True}),
+    "do-bf16": Case("untied", options={"distributed_optimizer": True}, dtype="bfloat16"),
+    "cp": Case(options={"context_parallel": 2}),
+    "ep": Case("mixture", options={"expert_parallel": 2}),
+    "etp": Case("mixture", options={"tensor_parallel": 2}),
+    "ddp": Case("untied", megatron=False, options={"sharding": "ddp"}),
+    "ddp-bf16": Case("tied", megatron=False, options={"sharding": "ddp"}, dtype="bfloat16"),
+    "ddp-lora": Case("tied", megatron=False, options={"sharding": "ddp"}, lora=3),
+    "fsdp2": Case("untied", megatron=False, options={"sharding": "fsdp2"}),
+    "fsdp2-bf16": Case("untied", megatron=False, options={"sharding": "fsdp2"}, dtype="bfloat16"),
+    "fsdp2-lora": Case("untied", megatron=False, options={"sharding": "fsdp2"}, lora=3),
+}
+
+
+def features(case: Case) -> list[dict[str, list[int]]]:
+    """Rows of one length, every token trained."""
+    draw = random.Random(0)
+    rows = [[draw.randrange(1, SHAPE["vocab_size"]) for _ in range(LENGTH)] for _ in range(ROWS)]
+    return [{"input_ids": row, "labels": [*row[1:], row[0]]} for row in rows]
+
+
+def words(case: Case) -> list[str]:
+    """The same for the command line."""
+    backend = "megatron" if case.megatron else "transformers"
+    found = [f"backend={backend}", f"model.dtype={case.dtype}", f"trainer.batch_size={ROWS}", f"data.max_length={LENGTH}"]
+    found += [f"trainer.micro_batch_size={case.micro}", f"launch.nproc_per_node={case.processes}", "data.sample_prompts=[]"]
+    found += ["adapter=lora", f"adapter.r={case.lora}"] if case.lora else ["adapter=none"]
+    return found + [f"backend.{key}={str(value).lower()}" for key, value in case.options.items()]

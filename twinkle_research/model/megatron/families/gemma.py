@@ -1,0 +1,6 @@
+"""Gemma, the first."""
+
+from twinkle_research.model.megatron.families.common import AFTER, ATTENTION_BIASES, BEFORE, MLP, NORMS, QKV_AND_OUT
+from twinkle_research.model.megatron.families.rules import Table
+
+TABLE = Table(BEFORE, (*NORMS, *QKV_AND_OUT, *ATTENTION_BIASES, *MLP), AFTER)

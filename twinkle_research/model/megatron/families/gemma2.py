@@ -1,0 +1,6 @@
+"""Gemma 2."""
+
+from twinkle_research.model.megatron.families.common import AFTER, ATTENTION_BIASES, BEFORE, MLP, QKV_AND_OUT, SANDWICH_NORMS
+from twinkle_research.model.megatron.families.rules import Table
+
+TABLE = Table(BEFORE, (*SANDWICH_NORMS, *QKV_AND_OUT, *ATTENTION_BIASES, *MLP), AFTER)
