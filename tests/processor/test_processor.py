@@ -1,5 +1,6 @@
 """Micro-batches, padding, packing: cases S03 and S06."""
 
+import math
 import random
 
 import numpy as np
@@ -79,7 +80,7 @@ TWO = [feature([1, 2, 3, 4], [IGN, 3, 4, IGN]), feature([5, 6, 7], [IGN, 7, IGN]
 def test_loss_inputs_in_all_forms_mean_the_same() -> None:
     expected = [[0.0, 0.5, -1.0, 0.0], [0.0, 2.0, 0.0, 0.0]]
     ragged = [[0.5, -1.0], [2.0]]
-    full = [[9.0, 0.5, -1.0, 9.0], [9.0, 2.0, 9.0]]
+    full = [[9.0, 0.5, -1.0, math.nan], [-math.inf, 2.0, 9.0]]
     for values in (ragged, full, [np.array(v) for v in ragged], [torch.tensor(v) for v in full]):
         batch = collate(TWO, old_logps=values, ref_logps=values, advantages=values)
         for tensor in (batch.old_logprobs, batch.ref_logprobs, batch.advantages):
@@ -93,6 +94,9 @@ def test_bad_loss_inputs_are_named() -> None:
         collate([{**TWO[0], "row": "r:1"}], old_logps=[[1.0, 2.0, 3.0]])
     with pytest.raises(DataError, match="advantages has 1 entries for 2 rows"):
         collate(TWO, advantages=[1.0])
+    for bad in (math.nan, math.inf):
+        with pytest.raises(DataError, match=f"advantages of row 1 has {bad} at a trained position"):
+            collate(TWO, advantages=[1.0, bad])
     with pytest.raises(ConfigError, match="unknown loss input 'advantage': did you mean 'advantages'"):
         collate(TWO, advantage=[1.0, 1.0])
     with pytest.raises(ValueError, match="at least one feature"):

@@ -158,7 +158,7 @@ class InputProcessor:
 
         ``loss_inputs``: by the names of LOSS_INPUTS, each with one entry a feature: a scalar (spread
         over the trained positions), a list as long as the feature's trained positions (a response), or a list as long
-        as the feature. Values at positions that are not trained are set to 0.
+        as the feature. Values at positions that are not trained are set to 0; at the others they must be finite.
         """
         if not features:
             raise ValueError("collate needs at least one feature")
@@ -296,10 +296,13 @@ def _pad_loss_input(name: str, values: Any, batch: Batch) -> Tensor:
         if value.ndim == 0 or (value.ndim == 1 and len(value) == count):
             part[mask] = value
         elif value.ndim == 1 and len(value) == document.length:
-            part.copy_(value * mask)
+            part[mask] = value[mask]  # what stands at the others may be anything
         else:
             raise DataError(
                 f"{name} of {_name(batch, i)} has shape {tuple(value.shape)}; expected a scalar, "
                 f"{count} values (trained positions) or {document.length} values (the whole row)"
             )
+        if not part.isfinite().all():
+            wrong = part[~part.isfinite()][0].item()
+            raise DataError(f"{name} of {_name(batch, i)} has {wrong} at a trained position; expected finite numbers")
     return out
