@@ -5,6 +5,7 @@ usage: ranks.py MODULE RANK PROCESSES PORT ARGUMENT...    RANK "all": those proc
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -78,6 +79,7 @@ if __name__ == "__main__":
     name, rank, processes, port, *words = sys.argv[1:]
     torch.set_num_threads(1)
     main = importlib.import_module(name).main
+    gc.freeze()  # closing a model looks for circles of garbage: not among all that was imported
     place = fork(int(processes)) if rank == "all" else int(rank)
     world = WorldInfo("torchrun", place, place, int(processes), int(processes), "127.0.0.1", int(port))
     own = Runtime.start(LaunchConfig(timeout_minutes=1.0), Device.cpu, world)

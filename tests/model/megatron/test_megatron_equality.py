@@ -15,7 +15,7 @@ from mutation_worker import MUTATIONS
 from pairwise import pairwise
 from ranks import launch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
 # Processes -> layouts, adapters and recomputation. Four processes take longer, so there is less of them.
 CHOICES = {
@@ -68,7 +68,7 @@ def done(once, folders):
         for size, module in ((2, "mutation_worker"), (4, "equality_worker")):
             cases = out / f"{size}.json"
             cases.write_text(json.dumps([asdict(case) for case in CASES[size]]))
-            launch(module, folders, folders / "expected", out, cases, processes=size, forked=True, seconds=1200)
+            launch(module, folders, folders / "expected", out, cases, processes=size, forked=True, seconds=700)
 
     out = once("megatron-equality", make)
     return {name: largest(out, name, size) for name, size in (("2", 2), ("4", 4), ("mutations", 2))}
