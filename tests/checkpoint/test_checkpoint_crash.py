@@ -55,3 +55,18 @@ def test_kill_at_every_point_of_the_other_saves(tmp_path, root):
     others = [scenario for scenario in SCENARIOS if scenario not in KILLED]
     for result in crash_everywhere(tmp_path, root, "kill", others).values():
         check(result)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("background", [False, True])
+def test_kill_one_of_two_processes_that_save_together(tmp_path, root, background):
+    """checkpoint.format=sharded: neither waits for the other for ever, and the older checkpoint stays until the new one is
+    whole (case S20)."""
+    command = [sys.executable, str(DRIVER.with_name("sharded_crash_driver.py")), str(tmp_path), str(int(background))]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stderr[-2000:]
+    main, other = json.loads(done.stdout)
+    check(main)
+    # What the other process writes is never the last word: the main one gives the folder its name after both have ended.
+    assert other["failures"] == [] and other["points"] >= 10 and set(other["outcomes"]) == {"old"}

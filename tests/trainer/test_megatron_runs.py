@@ -1,12 +1,15 @@
 """Runs of the real command with backend=megatron, the processes of which share rows: the same results as backend=transformers."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from runs import RL, TINY, rows, train_in_child
+
+from twinkle_research.checkpoint.format import CheckpointReader
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -61,3 +64,20 @@ def test_rollouts(tmp_path):
     told, expected = ([row["completion"] for row in rows(tmp_path / name, "samples.jsonl")] for name in ("two", "one"))
     assert told == expected
     assert_same(tmp_path / "two", tmp_path / "one")
+
+
+def test_sharded_checkpoints(tmp_path):
+    """Written in the background by both processes. A run that is continued from one ends as one that was not stopped; the other
+    backend continues from it, too."""
+    words = [*SFT, *TENSOR, "checkpoint.format=sharded", "checkpoint.background=true", "checkpoint.every=2", "checkpoint.keep=3"]
+    train(tmp_path / "one", *words, "trainer.max_steps=6")
+    for name in ("two", "three"):  # as they are when the processes die after step 4
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-000006")
+        (tmp_path / name / "status.json").unlink()
+    train(tmp_path / "two", *words, "trainer.max_steps=6")
+    assert rows(tmp_path / "two") == rows(tmp_path / "one")
+    files = [CheckpointReader(tmp_path / name / "checkpoints" / "step-000006").manifest.files for name in ("one", "two")]
+    assert files[0] == files[1] and "optimizer/optimizer.part-00002-of-00002.safetensors" in files[0]
+    assert train_in_child(tmp_path / "three", *SFT, "checkpoint.every=2", "trainer.max_steps=6") == 0
+    assert_same(tmp_path / "three", tmp_path / "one")

@@ -1,4 +1,4 @@
-"""python -m twinkle_research.checkpoint inspect|verify|merge|to-hf"""
+"""python -m twinkle_research.checkpoint inspect|verify|convert|merge|to-hf"""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", type=Path, help=WHERE)
     verify = commands.add_parser("verify", help="hash every file; exit 1 and name what is missing or damaged")
     verify.add_argument("path", type=Path, help=f"{WHERE}; of a run folder all checkpoints are verified")
+    convert = commands.add_parser("convert", help="make whole tensors of what checkpoint.format=sharded wrote: a checkpoint")
+    convert.add_argument("path", type=Path, help=WHERE)
+    convert.add_argument("-o", "--out", type=Path, required=True, help="checkpoint to write; must not exist")
     merge = commands.add_parser("merge", help="merge an adapter into its base: a Hugging Face folder")
     merge.add_argument("path", type=Path, help=f"{WHERE}, or a PEFT folder")
     merge.add_argument("--base", help="folder or hub id of the base model (default: what the adapter names)")
@@ -151,6 +154,10 @@ def main(arguments: list[str] | None = None) -> int:
             inspect(options.path, console)
         elif options.command == "verify":
             verify(options.path, console)
+        elif options.command == "convert":
+            from twinkle_research.checkpoint.convert import consolidate
+
+            console.print(f"written: {consolidate(options.path, options.out)}", markup=False)
         else:
             from twinkle_research.checkpoint.merge import export, find_source
 

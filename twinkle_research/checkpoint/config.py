@@ -1,7 +1,13 @@
 """Config of checkpoints."""
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Optional
+
+
+class CheckpointFormat(Enum):
+    consolidated = "consolidated"  # whole tensors, as in a Hugging Face folder, written by the main process
+    sharded = "sharded"  # each process writes the parts that it has
 
 
 @dataclass
@@ -14,3 +20,5 @@ class CheckpointConfig:
     keep_best: bool = True
     # Write in a background thread while training goes on (costs a copy of what is saved).
     background: bool = False
+    # How tensors are written; a run continues from either. sharded, for backend=megatron, writes from all processes at once.
+    format: CheckpointFormat = CheckpointFormat.consolidated

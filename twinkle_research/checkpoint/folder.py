@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     import torch
 
 MAX_SHARD_BYTES = 5_000_000_000
+ADAPTER_STEM = "adapter_model"
+
+
+def shard_bytes(stem: str) -> int | None:
+    """The largest file of a set of tensors in a checkpoint. PEFT knows a single one only."""
+    return None if stem == ADAPTER_STEM else MAX_SHARD_BYTES
 
 
 class FolderWriter:
@@ -29,6 +35,8 @@ class FolderWriter:
     (producing a tensor may be collective). ``deferred=True`` copies the tensors instead of writing them; ``commit``,
     possibly in another thread, writes the copies.
     """
+
+    is_collective = False  # whether all ranks must make one and commit it
 
     def __init__(self, target: str | Path, *, is_writer: bool = True, deferred: bool = False) -> None:
         self.target = Path(target)
@@ -71,7 +79,7 @@ class FolderWriter:
             deque(tensors, maxlen=0)
         elif self.deferred:
             copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors]
-            self._pending.append(lambda: self._write_tensors(folder, specs, _drain(copies), stem, max_shard_bytes))
+            self._pending.append(lambda: self._write_tensors(folder, specs, drain(copies), stem, max_shard_bytes))
         else:
             self._write_tensors(folder, specs, tensors, stem, max_shard_bytes)
 
@@ -120,16 +128,22 @@ class FolderWriter:
         """Writes what was deferred, flushes everything to the disk and gives the folder its name."""
         if self.is_writer:
             try:
-                for job in self._pending:
-                    job()
-                self._pending.clear()
-                self._finish()
-                self._flush()
-                self._rename()
+                self._write_pending()
+                self._give_name()
             except BaseException:
                 self.abort()
                 raise
         return self.target
+
+    def _write_pending(self) -> None:
+        for job in self._pending:
+            job()
+        self._pending.clear()
+
+    def _give_name(self) -> None:
+        self._finish()
+        self._flush()
+        self._rename()
 
     def abort(self) -> None:
         """Removes what was written. An earlier folder of the same name is untouched."""
@@ -141,7 +155,8 @@ class FolderWriter:
         """Adds what can only be written last: nothing here, the manifest in a checkpoint."""
 
     def written_files(self) -> list[str]:
-        return sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if not path.is_dir())
+        seen = {path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if not path.is_dir()}
+        return sorted(seen | self._hashes.keys())  # a disk in a network may show late what another rank has written
 
     def _flush(self) -> None:
         for name in self.written_files():
@@ -174,7 +189,7 @@ def recover(target: Path) -> None:
             remove_folder(leftover)
 
 
-def _drain(items: list) -> Iterable:
+def drain(items: list) -> Iterable:
     """Yields the items, dropping each once it is used."""
     items.reverse()
     while items:

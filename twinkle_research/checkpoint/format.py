@@ -2,6 +2,9 @@
 
     step-000010/manifest.json  trainer_state.json  model/ or adapter/ or adapters/<name>/  optimizer/
 
+With checkpoint.format=sharded the tensors of each of these folders lie in parts (parts.py); all else is the same, and readers
+see whole tensors in either case.
+
 ``CheckpointWriter`` fills ``<name>.tmp``, flushes it to the disk and renames it; ``CheckpointReader`` opens a finished
 one, trusting nothing in it. Neither imports torch before a tensor is written or read.
 """
@@ -19,12 +22,14 @@ from twinkle_research.checkpoint.manifest import Manifest, manifests, read_manif
 from twinkle_research.checkpoint.names import (
     LATEST,
     MANIFEST,
+    PARTS,
     UnsafeCheckpoint,
     refuse_pickle,
     resolve_inside,
     safe_name,
     safe_relative,
 )  # fmt: skip
+from twinkle_research.checkpoint.parts import PartedFolder, open_tensors
 from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError, nearest
 
@@ -103,11 +108,27 @@ class CheckpointReader:
 
     def tensors(self, folder: str, stem: str | None = None) -> TensorFolder:
         """The tensors of ``folder`` by name, each read when it is asked for."""
-        tensors = TensorFolder(self.resolve(folder), stem)
-        for file in tensors.files:
+        tensors = open_tensors(self.resolve(folder), stem)
+        index = [f"{tensors.stem}{PARTS}"] if isinstance(tensors, PartedFolder) else []
+        for file in [*index, *tensors.files]:
             if f"{folder}/{file}" not in self.manifest.files:
                 raise CheckpointError(f"{self.path}: {folder}/{file} is not in the manifest")
         return tensors
+
+    def hugging_face_folder(self, name: str) -> Path:
+        """As ``resolve``, of a folder that other programs read. Raises CheckpointError where its tensors lie in parts."""
+        path = self.resolve(name)
+        if self.parted(name):
+            raise CheckpointError(
+                f"{path} holds the parts of tensors that checkpoint.format=sharded writes. Make whole ones: "
+                f"python -m twinkle_research.checkpoint convert {self.path} -o <new folder>"
+            )
+        return path
+
+    def parted(self, folder: str) -> str | None:
+        """The name before ``.parts.json`` where the tensors of ``folder`` lie in parts."""
+        found = (file.removeprefix(f"{folder}/") for file in self.manifest.files if file.startswith(f"{folder}/"))
+        return next((name.removesuffix(PARTS) for name in found if name.endswith(PARTS) and "/" not in name), None)
 
     def problems(self, level: Literal["size", "full"] = "full") -> list[str]:
         """What is missing or damaged, one line a file. "size" does not read the files, "full" hashes them."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twinkle_research.checkpoint.config import CheckpointConfig
+from twinkle_research.checkpoint.config import CheckpointConfig, CheckpointFormat
 from twinkle_research.checkpoint.files import remove_folder, write_pointer
 from twinkle_research.checkpoint.folder import recover
 from twinkle_research.checkpoint.format import CheckpointReader, CheckpointWriter, publish_latest
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves and finds the checkpoints of a run folder. ``save`` is collective; only the main rank touches the disk.
+    """Saves and finds the checkpoints of a run folder. To make one and ``save`` are collective. Only the main rank touches the
+    disk, but for the parts of tensors that each rank writes with ``checkpoint.format=sharded``.
 
     Only the holder of the run's lock may save: the first save removes what a crash has left.
     """
@@ -41,6 +42,9 @@ class CheckpointManager:
         self.cfg = cfg
         self.runtime = runtime
         self.config_hash = hashlib.sha256(folder.config.read_bytes()).hexdigest() if folder.config.is_file() else ""
+        self._is_sharded = cfg.format is CheckpointFormat.sharded
+        # What the writing threads agree on must not come between the collectives of training.
+        self._writers = runtime.apart() if self._is_sharded and cfg.background else runtime
         self._cleaned = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -68,15 +72,13 @@ class CheckpointManager:
         if self.runtime.is_main:
             self._clean()
         with _disk_errors(self.root / step_name(step)):
-            writer = CheckpointWriter(
-                self.root,
+            writer = self._writer(
                 step_name(step),
                 step=step,
                 backend=model.backend,
                 layout=model.layout,
                 config_hash=self.config_hash,
                 metric=metric if metric is not None and math.isfinite(metric) else None,
-                is_writer=self.runtime.is_main,
                 deferred=self.cfg.background,
             )
             try:
@@ -88,13 +90,20 @@ class CheckpointManager:
                 writer.abort()
                 raise
         if self.cfg.background:
-            if writer.is_writer:
+            if writer.is_writer or writer.is_collective:
                 self._thread = threading.Thread(target=self._finish_in_background, args=(writer,), name="checkpoint")
                 self._thread.start()
         else:
             self._finish(writer)
             self.runtime.barrier()
         return writer.target
+
+    def _writer(self, name: str, **about: Any) -> CheckpointWriter:
+        if not self._is_sharded:
+            return CheckpointWriter(self.root, name, is_writer=self.runtime.is_main, **about)
+        from twinkle_research.checkpoint.sharded import ShardedWriter
+
+        return ShardedWriter(self.root, name, runtime=self._writers, **about)
 
     def wait(self) -> None:
         """Returns when nothing is being written; raises what went wrong in the background."""

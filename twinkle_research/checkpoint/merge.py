@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from twinkle_research.checkpoint.adapter import Adapter, read_adapter
 from twinkle_research.checkpoint.folder import MAX_SHARD_BYTES, FolderWriter
 from twinkle_research.checkpoint.format import CheckpointReader
-from twinkle_research.checkpoint.names import MANIFEST, PICKLE_SUFFIXES
+from twinkle_research.checkpoint.names import MANIFEST, PARTS, PICKLE_SUFFIXES
 from twinkle_research.checkpoint.newest import newest_checkpoint
 from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError, nearest
@@ -272,7 +272,7 @@ def copy_files(folders: list[Path], out: Path) -> None:
     for position, folder in enumerate(folders):
         for path in sorted(folder.iterdir()):
             name = path.name
-            weights = name.endswith((".safetensors", ".index.json", *PICKLE_SUFFIXES)) or name == "config.json"
+            weights = name.endswith((".safetensors", ".index.json", PARTS, *PICKLE_SUFFIXES)) or name == "config.json"
             wanted = path.is_file() and name.endswith(_COPIED) and not weights and not name.startswith(".")
             if wanted and (position == 0 or name.startswith(_TOKENIZER)):
                 shutil.copyfile(path, out / name)

@@ -11,6 +11,7 @@ MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 LATEST = "latest"  # pointer files beside the checkpoints: one line, the name of a checkpoint
 BEST = "best"
+PARTS = ".parts.json"  # behind the name of a set of tensors: which file has which part of each
 
 TMP = ".tmp"  # being written
 REPLACED = ".replaced"  # complete, about to be replaced by a new save of the same name

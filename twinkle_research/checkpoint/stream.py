@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinkle_research.checkpoint.files import CHUNK, sha256_file, write_all
-from twinkle_research.checkpoint.names import PICKLE_SUFFIXES, UnsafeCheckpoint, refuse_pickle, resolve_inside, safe_relative
+from twinkle_research.checkpoint.names import (
+    PARTS,
+    PICKLE_SUFFIXES,
+    UnsafeCheckpoint,
+    refuse_pickle,
+    resolve_inside,
+    safe_relative,
+)  # fmt: skip
 from twinkle_research.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -59,11 +66,12 @@ class SafetensorsFile:
 
     On disk wider elements come first, so that every tensor is aligned to its element. Where that is also the order of
     ``specs`` (one dtype, the usual case) the file is hashed while it is written, else it is read once more.
+    ``metadata``: more of the header's.
     """
 
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
         layout = sorted(specs, key=lambda spec: -DTYPES[spec.dtype][1])  # stable
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}  # transformers wants it
         self._offsets: dict[str, int] = {}
         end = 0
         for spec in layout:
@@ -136,8 +144,9 @@ def plan_shards(specs: Sequence[TensorSpec], stem: str, max_shard_bytes: int | N
 
 
 def write_tensors(
-    folder: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]], stem: str, max_shard_bytes: int | None
-) -> Iterator[tuple[str, int, str]]:
+    folder: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]], stem: str,
+    max_shard_bytes: int | None = None, metadata: Mapping[str, str] | None = None,
+) -> Iterator[tuple[str, int, str]]:  # fmt: skip
     """Writes ``tensors`` (in the order of ``specs``) into ``folder``; yields (file name, size, sha256) of each file.
 
     Of the tensors only the one being written is referenced. The index of a sharded set is the caller's to write.
@@ -147,7 +156,7 @@ def write_tensors(
         raise ValueError(f"tensor names given twice: {sorted({n for n in names if names.count(n) > 1})[:3]}")
     iterator = iter(tensors)
     for file_name, shard in plan_shards(specs, stem, max_shard_bytes).items():
-        file = SafetensorsFile(folder / file_name, shard)
+        file = SafetensorsFile(folder / file_name, shard, metadata)
         try:
             for spec in shard:
                 item = next(iterator, None)
@@ -214,6 +223,11 @@ class TensorFolder(Mapping):
         self._file_of: dict[str, str] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._open: tuple[str, Any] | None = None
+        if (self.path / f"{self.stem}{PARTS}").is_file():
+            raise CheckpointError(
+                f"{self.path} holds the parts of tensors that checkpoint.format=sharded writes. Make whole ones: "
+                "python -m twinkle_research.checkpoint convert <checkpoint or run folder> -o <new folder>"
+            )
         index = f"{self.stem}.safetensors.index.json"
         if self._locate(index).is_file():
             self._read_index(index)
@@ -224,7 +238,7 @@ class TensorFolder(Mapping):
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder")
         names = sorted(entry.name for entry in self.path.iterdir())
-        for ending in (".safetensors.index.json", ".safetensors"):
+        for ending in (PARTS, ".safetensors.index.json", ".safetensors"):
             stems = [name.removesuffix(ending) for name in names if name.endswith(ending)]
             if len(stems) == 1:
                 return stems[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -86,6 +86,13 @@ class Runtime:
             device_id=self.device if on_gpu else None,
         )
         self.host_group = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
+
+    def apart(self) -> Runtime:
+        """The same ranks, whose objects and flags travel in a group of their own: for a thread beside this one. Waiting in it
+        has no end as long as all ranks are there."""
+        if self.world_size == 1:
+            return self
+        return replace(self, host_group=dist.new_group(backend="gloo", timeout=timedelta(days=7)))
 
     @property
     def is_main(self) -> bool:

@@ -106,7 +106,7 @@ class SavingMixin:
         from huggingface_hub import HfApi
 
         reader = CheckpointReader(_path(checkpoint_dir))
-        folder = reader.resolve("adapter" if reader.has("adapter") else "model")
+        folder = reader.hugging_face_folder("adapter" if reader.has("adapter") else "model")
         if self.runtime.is_main:
             api = HfApi(token=hub_token)
             api.create_repo(hub_model_id, exist_ok=True)

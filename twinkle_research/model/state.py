@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from twinkle_research.checkpoint.folder import shard_bytes
 from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError
 from twinkle_research.model.value_head import PREFIX
@@ -41,6 +42,7 @@ class Stored:
     tensor_of: Callable[[str], Tensor]
     suffix: str = ""
     dtype_of: Callable[[str], torch.dtype] | None = None  # on disk, where that is not the tensors' own
+    replicated: bool = True  # whether processes that hold the same part have the same in it
 
 
 @dataclass(frozen=True)
@@ -121,16 +123,18 @@ class ModelState(ABC):
         training, reference = self._training, self._run.reference
         self.write_weights(writer)
         if self._run.value_head is not None:
-            self._add(writer, "critic", "value_head", [Stored(self._critic, self._critic.__getitem__)])
+            self._add(writer, f"critic{self._inside}", "value_head", [Stored(self._critic, self._critic.__getitem__)])
             writer.add_json(f"critic{self._inside}/value_head.json", self._run.value_head.describe())
         if reference is not None and reference.kind != "base":
-            self._add(writer, "reference", "reference", [Stored(self._policy, reference.stored().__getitem__)])
+            held = Stored(self._policy, reference.stored().__getitem__)
+            self._add(writer, f"reference{self._inside}", "reference", [held])
         if save_optimizer:
             training.consolidate_window()
             self._write_optimizer(writer)
             if training.window.has_gradients:
                 gradients = training.gradients.tensors()
-                self._add(writer, "window", "gradients", [Stored(gradients, gradients.__getitem__, ".grad")])
+                sums = Stored(gradients, gradients.__getitem__, ".grad", replicated=False)
+                self._add(writer, f"window{self._inside}", "gradients", [sums])
         return training.state() | {
             "adapter": self._run.name or None,
             "reference": reference.kind if reference else None,
@@ -139,12 +143,10 @@ class ModelState(ABC):
         }
 
     def write_weights(self, writer: CheckpointWriter) -> None:
-        specs, tensors = self._together(self._stored_weights())
+        self._add(writer, self.folder, self.stem, self._stored_weights())
         if self._run.name:
-            writer.add_tensors(self.folder, specs, tensors, stem=self.stem, max_shard_bytes=None)
             writer.add_json(f"{self.folder}/adapter_config.json", self._model.adapter_json(self._run.name))
         else:
-            writer.add_tensors(self.folder, specs, tensors, stem=self.stem)
             writer.add_files(self.folder, self._write_configs)
 
     def _write_configs(self, folder: Path) -> None:
@@ -164,17 +166,15 @@ class ModelState(ABC):
             Stored({n: None for n in slots if slot in slots[n]}, lambda name, own=slot: optimizer.tensor(name, own), f".{slot}")
             for slot in SLOT_ORDER
         ]
-        specs, tensors = self._together(parts)
-        if specs:
-            writer.add_tensors(f"optimizer{self._inside}", specs, tensors, stem="optimizer")
+        self._add(writer, f"optimizer{self._inside}", "optimizer", parts)
 
     def _add(self, writer: CheckpointWriter, folder: str, stem: str, parts: list[Stored]) -> None:
-        specs, tensors = self._together(parts)
-        writer.add_tensors(folder + self._inside, specs, tensors, stem=stem)
-
-    def _together(self, parts: list[Stored]) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+        """Writes ``parts`` as one set of tensors; nothing where there is none in them."""
         announced = [self._stored(part) for part in parts]
-        return [spec for specs, _ in announced for spec in specs], (pair for _, tensors in announced for pair in tensors)
+        specs = [spec for specs, _ in announced for spec in specs]
+        if specs:
+            tensors = (pair for _, tensors in announced for pair in tensors)
+            writer.add_tensors(folder, specs, tensors, stem=stem, max_shard_bytes=shard_bytes(stem))
 
     def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name on disk, whole tensor) of what is trained, the value head aside."""

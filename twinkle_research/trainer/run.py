@@ -66,8 +66,8 @@ def run(cfg: TrainConfig, runtime: Runtime, folder: RunFolder) -> dict[str, Any]
     configs = model.get_train_configs()
     clock = StepClock(runtime.device, configs.total_parameters, configs.trainable_parameters, runtime.world_size)
     with closing(model), closing(parts):
+        checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)  # may make a process group: before vLLM comes
         parts.attach(model, model_folder, clock)
-        checkpoints = CheckpointManager(folder, cfg.checkpoint, runtime)
         start = find_start(cfg, checkpoints, runtime)
         if cfg.eval_only:
             return evaluate_only(model, parts.evaluation, start, runtime, folder)

@@ -18,14 +18,14 @@ from twinkle_research.trainer.rundir import RunFolder
 TP2, PP2, EP2, ZERO = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"distributed_optimizer": True}
 # processes -> layout -> what is trained in it
 LAYOUTS = {
-    1: {"1": ({}, ("tied", "lora"))},
+    1: {"1": ({}, ("tied",))},
     2: {
         "tp2": (TP2, ("tied", "lora")),
-        "pp2": (PP2, ("tied", "lora", "companions")),
-        "dp2-zero": (ZERO, ("tied", "companions")),
+        "pp2": (PP2, ("lora", "companions")),
+        "dp2-zero": (ZERO, ("tied",)),
         "ep2": (EP2, ("mixture",)),
     },
-    4: {"tp2-dp2-zero": (TP2 | ZERO, ("tied", "lora")), "tp2-ep2-zero": (TP2 | EP2 | ZERO, ("mixture",))},
+    4: {"tp2-dp2-zero": (TP2 | ZERO, ("tied", "lora"))},
 }
 WRITTEN = [(name, kind) for layouts in LAYOUTS.values() for name, (_, kinds) in layouts.items() for kind in kinds]
 OTHERS = [("tp2", TP2), ("pp2", PP2), ("dp2-zero", ZERO)]
@@ -130,7 +130,8 @@ def readings(size: int) -> list[tuple[str, str, str, dict]]:
     found = []
     for number, (written, kind) in enumerate(WRITTEN):
         whole = (written, kind) == ("tp2-dp2-zero", "tied")
-        others = OTHERS if whole else [OTHERS[number % len(OTHERS)]]
+        others = [other for other in OTHERS if other[0] != written]
+        others = others if whole else [others[number % len(others)]]
         layouts = dict(others if size == 2 else [("1", {})] if size == 1 and whole else [])
         if written in LAYOUTS[size]:
             layouts[written] = LAYOUTS[size][written][0]

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from twinkle_research.errors import ConfigError, nearest
+from twinkle_research.errors import ConfigError
 from twinkle_research.model.head import LogitTransform
-from twinkle_research.model.megatron.config import MODEL_TYPES, MegatronBackendConfig, Recompute
+from twinkle_research.model.megatron.config import MODEL_TYPES, MegatronBackendConfig, Recompute, no_counterpart
 from twinkle_research.model.megatron.variants import (
     GEMMA,
     Experts,
@@ -23,6 +23,7 @@ from twinkle_research.model.megatron.variants import (
     has_bias,
     read_experts,
     read_latent,
+    read_logits,
     read_rotary,
     read_windows,
     refuse_variants,
@@ -57,6 +58,7 @@ class Architecture:
     centered_norms: bool  # whether the weights of norms are stored as their difference from 1
     sandwich_norms: bool  # behind attention and MLP, too
     embedding_scale: float
+    residual_scale: float  # of what attention and MLP add
     softmax_scale: float  # of products of queries and keys
     attention_softcap: float | None
     logits: LogitTransform
@@ -76,10 +78,7 @@ class Architecture:
             raise ConfigError(f"model.path={folder}: {error}") from error
         family = config.model_type
         if family not in MODEL_TYPES:
-            raise ConfigError(
-                f"backend=megatron has no exact mapping for model type {family!r}, only for {', '.join(MODEL_TYPES)} "
-                f"({nearest(family, MODEL_TYPES)}); write backend=transformers"
-            )
+            raise ConfigError(no_counterpart(str(folder), family))
         refuse_variants(config)
         heads = config.num_attention_heads
         latent, rotary = read_latent(config), read_rotary(config)
@@ -98,10 +97,10 @@ class Architecture:
             qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"), output_bias=biased,
             qkv_bias=biased or family == "qwen2" or has_bias(config, "qkv_bias"), mlp_bias=has_bias(config, "mlp_bias"),
             centered_norms=gemma, sandwich_norms=family in ("gemma2", "gemma3_text"),
-            embedding_scale=config.hidden_size**0.5 if gemma else 1.0,
-            softmax_scale=softmax_scale(config, head_dim), attention_softcap=softcap, latent=latent,
-            logits=LogitTransform(softcap=getattr(config, "final_logit_softcapping", None)), windows=read_windows(config),
-            rotary=rotary, experts=read_experts(config),
+            embedding_scale=config.hidden_size**0.5 if gemma else getattr(config, "embedding_multiplier", 1.0),
+            residual_scale=getattr(config, "residual_multiplier", 1.0),
+            softmax_scale=softmax_scale(config, head_dim), attention_softcap=softcap, latent=latent, logits=read_logits(config),
+            windows=read_windows(config), rotary=rotary, experts=read_experts(config),
         )  # fmt: skip
 
     def padded_vocab(self, tensor_parallel: int) -> int:

@@ -46,6 +46,19 @@ class NormedAdd(MegatronModule):
         return residual + self.norm(output if bias is None else output + bias)
 
 
+def scaled_add(scale: float) -> Callable[[bool, bool], Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]]:
+    """In the place of mcore's bias-dropout-add: what attention or MLP gives is multiplied before the sum (Granite)."""
+
+    def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_with_bias
+        return residual + (output if bias is None else output + bias) * scale
+
+    def build(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+        return add
+
+    return build
+
+
 class RotaryKindAttention(SelfAttention):
     """``kind``: which of the ``kinds`` of rotary embeddings, that the model has side by side, this layer is rotated by
     (Gemma 3)."""

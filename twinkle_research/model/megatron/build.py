@@ -23,11 +23,13 @@ from twinkle_research.model.megatron.blocks import (
     GroupRouter,
     NormedAdd,
     RotaryKindAttention,
+    scaled_add,
 )
 from twinkle_research.model.megatron.installed import transformer_engine_installed
 from twinkle_research.model.megatron.latent import LatentAttention
 from twinkle_research.model.megatron.layers import CenteredRMSNorm, DocumentAttention, RMSNorm
 from twinkle_research.model.megatron.shim import device_shim
+from twinkle_research.model.megatron.variants import GEMMA
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -91,7 +93,7 @@ def _chunk(architecture: Architecture, mesh: Mesh, config: TransformerConfig, st
     for layer in chunk.decoder.layers:
         layer.bias_dropout_add_exec_handler = nullcontext  # mcore's would keep what a backward pass needs where there is none
     if chunk.pre_process and architecture.embedding_scale != 1.0:
-        chunk.embedding.word_embeddings.register_forward_hook(_scaled(architecture.embedding_scale))
+        chunk.embedding.word_embeddings.register_forward_hook(_scaled(architecture))
     padding = architecture.config.pad_token_id
     if chunk.pre_process and padding is not None:
         chunk.embedding.word_embeddings.register_forward_hook(_without_gradient(padding, mesh))
@@ -106,11 +108,13 @@ def _chunk(architecture: Architecture, mesh: Mesh, config: TransformerConfig, st
     return chunk
 
 
-def _scaled(scale: float) -> Callable[..., Tensor]:
-    """A hook behind the embeddings of tokens: multiplies them by a scale that is rounded first."""
+def _scaled(architecture: Architecture) -> Callable[..., Tensor]:
+    """A hook behind the embeddings of tokens: multiplies them, Gemma's by a number that is rounded first."""
+    scale = architecture.embedding_scale
 
     def hook(module: Any, args: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
-        return embedded * torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+        rounded = torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)
+        return embedded * (rounded if architecture.family in GEMMA else scale)
 
     return hook
 
@@ -164,6 +168,8 @@ def _layer_spec(architecture: Architecture, config: TransformerConfig, number: i
         layer.mlp.submodules.shared_experts.module = GatedSharedExpert
     if architecture.mlp_bias:
         layer.mlp.submodules.linear_fc1, layer.mlp.submodules.linear_fc2 = BiasedColumnLinear, BiasedRowLinear
+    if architecture.residual_scale != 1.0:
+        layer.self_attn_bda = layer.mlp_bda = scaled_add(architecture.residual_scale)
     if architecture.sandwich_norms:
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(module=NormedAdd, params={"config": config, "norm": norm})
     return spec

@@ -8,8 +8,25 @@ from twinkle_research.model.config import Device
 
 # Those of config.json's ``model_type`` whose weights have an exact place in Megatron-Core's GPTModel.
 MODEL_TYPES = (
-    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "deepseek_v2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_moe",
 )  # fmt: skip
+
+_DELTA_NET = (
+    "Megatron-Core's gated delta net takes no packed rows, and needs flash-linear-attention, whose kernels run on GPUs only"
+)
+# Why others have none, where that is not what one would expect.
+WHY_NOT = dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), _DELTA_NET) | {
+    "gemma3": "it has a vision tower; the language model alone, of type gemma3_text, is supported",
+}
+
+
+def no_counterpart(model: str, model_type: str) -> str:
+    why = WHY_NOT.get(model_type)
+    return (
+        f"backend=megatron has no exact counterpart of {model}, whose model_type is {model_type}{f' ({why})' if why else ''}; it "
+        f"has {', '.join(MODEL_TYPES)}. For another one write backend=transformers"
+    )
 
 
 class Recompute(Enum):

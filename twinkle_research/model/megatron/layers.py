@@ -46,7 +46,11 @@ class CenteredRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+        weight = 1.0 + self.weight.float()
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, weight, self.eps)
+        exact = x.float()
+        return (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
 
 
 class DocumentAttention(MegatronModule):

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from twinkle_research.errors import ConfigError, nearest
+from twinkle_research.model.head import LogitTransform
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 # Families whose ``attention_bias`` means q, k, v and o alike.
-_BIASED = ("llama", "qwen3", "qwen3_moe", *GEMMA)
+_BIASED = ("granite", "llama", "qwen3", "qwen3_moe", *GEMMA)
 # Rotary embeddings that are a fixed vector of frequencies, whatever the length of the sequence.
 ROTARY = ("default", "linear", "llama3", "yarn")
 _SILU, _GELU = ("silu", "swish"), ("gelu_pytorch_tanh",)
@@ -67,7 +68,7 @@ def refuse_variants(config: PretrainedConfig) -> None:
         )
     keys = ["pretraining_tp", "use_bidirectional_attention"]
     keys += [] if family in _BIASED else ["attention_bias"]
-    keys += [] if family == "llama" else ["mlp_bias"]
+    keys += [] if family in ("granite", "llama") else ["mlp_bias"]
     keys += ["attn_logit_softcapping"] if family == "gemma3_text" else []  # which transformers does not apply
     if family == "deepseek_v2":
         keys += ["norm_topk_prob"]  # which transformers does not apply either, but others do
@@ -75,7 +76,7 @@ def refuse_variants(config: PretrainedConfig) -> None:
             keys += ["topk_method"]
     for key in keys:
         value = getattr(config, key, None)
-        if value not in (None, False, 1):
+        if value and (key, value) != ("pretraining_tp", 1):
             raise ConfigError(f"model type {family} with {key}={value} is not supported by backend=megatron")
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"model type {family}: quantised weights cannot be trained")
@@ -161,6 +162,12 @@ def read_latent(config: PretrainedConfig) -> Latent | None:
     return Latent(config.q_lora_rank, config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
 
 
+def read_logits(config: PretrainedConfig) -> LogitTransform:
+    """What is done to what the vocabulary projection gives."""
+    divisor = config.logits_scaling if config.model_type == "granite" else 1.0
+    return LogitTransform(1.0 / divisor, getattr(config, "final_logit_softcapping", None))
+
+
 def softmax_scale(config: PretrainedConfig, head_dim: int) -> float:
     """Of products of queries and keys."""
     parameters = config.rope_parameters
@@ -169,4 +176,6 @@ def softmax_scale(config: PretrainedConfig, head_dim: int) -> float:
         factor, weight = parameters["factor"], parameters.get("mscale_all_dim") or 0
         mscale = 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
         return head_dim**-0.5 * mscale * mscale
+    if config.model_type == "granite":
+        return config.attention_multiplier
     return (getattr(config, "query_pre_attn_scalar", None) or head_dim) ** -0.5

@@ -16,6 +16,7 @@ from twinkle_research.model.megatron.families import (
     gemma,
     gemma2,
     gemma3,
+    granite,
     llama,
     mistral,
     mixtral,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 TABLES: dict[str, Table] = {
     "deepseek_v2": deepseek_v2.TABLE, "gemma": gemma.TABLE, "gemma2": gemma2.TABLE, "gemma3_text": gemma3.TABLE,
-    "llama": llama.TABLE, "mistral": mistral.TABLE, "mixtral": mixtral.TABLE, "qwen2": qwen2.TABLE,
+    "granite": granite.TABLE, "llama": llama.TABLE, "mistral": mistral.TABLE, "mixtral": mixtral.TABLE, "qwen2": qwen2.TABLE,
     "qwen2_moe": qwen2_moe.TABLE, "qwen3": qwen3.TABLE, "qwen3_moe": qwen3_moe.TABLE,
 }  # fmt: skip
 
