@@ -76,7 +76,8 @@ def reference(model: TransformersModel, rows):
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_logprobs_and_gradients_are_the_models_own(architecture, side):
     name, folder = architecture
-    dtype = "float32" if name == "qwen3_moe" else "float64"
+    # transformers' eager attention, which knows Gemma 2's softcap, cannot mask the queries of padding in float64.
+    dtype = "float32" if name in ("qwen3_moe", "gemma2") else "float64"
     model = TransformersModel(folder, dtype=dtype, logits_chunk=5)
     assert model._compute.scorer.transform == ARCHITECTURES[name][2]
     model.set_processor("InputProcessor", micro_batch_size=3, padding_side=side)

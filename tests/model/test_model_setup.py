@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from tiny_models import make_rows
+from transformers import Gemma2Config
 
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import ConfigError, UserError
@@ -72,6 +73,17 @@ def test_what_is_no_model(tmp_path):
 def test_attention_kinds():
     assert attention_kind("auto", torch.device("cpu")) == "sdpa"
     assert attention_kind("eager", torch.device("cpu")) == "eager"
+
+
+def test_a_softcap_of_attention_scores_is_not_left_out():
+    """transformers' sdpa ignores Gemma 2's."""
+    config, cpu = Gemma2Config(attn_logit_softcapping=20.0), torch.device("cpu")
+    assert attention_kind("auto", cpu, config) == attention_kind("eager", cpu, config) == "eager"
+    with pytest.raises(
+        ConfigError, match="sdpa would leave out the attn_logit_softcapping=20.0 of this model; write eager, or auto"
+    ):
+        attention_kind("sdpa", cpu, config)
+    assert attention_kind("auto", cpu, Gemma2Config(attn_logit_softcapping=None)) == "sdpa"
 
 
 def test_eager_and_sdpa_agree(tiny_llama):

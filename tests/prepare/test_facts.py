@@ -4,7 +4,7 @@ import json
 import struct
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -268,4 +268,4 @@ assert not {{"torch", "transformers", "numpy"}} & set(sys.modules), sorted(sys.m
 def test_the_facts_in_conf_are_those_of_the_recipe(root, name, architecture):
     option = OmegaConf.load(root / "conf" / "model" / f"{name}.yaml")
     assert option.source == name
-    assert dict(option.architecture) == asdict(architecture)
+    assert ArchitectureConfig(**option.architecture) == architecture

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
+from twinkle_research.checkpoint.config import CheckpointFormat
 from twinkle_research.config.layouts import data_parallel_size, divisors, fewest_processes, neighbours
 from twinkle_research.model.config import Attention, Device, LoraAdapterConfig
 from twinkle_research.model.facts import Facts, is_vocabulary_module
@@ -16,6 +17,7 @@ from twinkle_research.model.megatron.config import (
     expert_processes,
     expert_tensor_parallel,
     model_processes,
+    no_counterpart,
 )
 from twinkle_research.model.megatron.installed import megatron_version, transformer_engine_installed
 from twinkle_research.trainer.config import MuonConfig, SgdConfig, TrainConfig
@@ -86,8 +88,11 @@ def _not_done(config: TrainConfig) -> Iterator[str]:
             f"'model.attention' has no effect with backend=megatron, which computes attention itself (see "
             f"backend.transformer_engine); write auto, or {_ELSEWHERE}"
         )
-    if config.checkpoint.background:
-        yield "checkpoint.background=true copies the whole model, which backend=megatron avoids; write false"
+    if config.checkpoint.background and config.checkpoint.format is CheckpointFormat.consolidated:
+        yield (
+            "checkpoint.background=true copies the whole model, which backend=megatron avoids; write false, or "
+            "checkpoint.format=sharded, where each process copies its own part"
+        )
 
 
 def processes_problems(backend: MegatronBackendConfig, world_size: int) -> Iterator[str]:
@@ -125,10 +130,7 @@ def megatron_against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
         return
     model = config.model.path or f"model={config.model.name}"
     if facts.model_type not in MODEL_TYPES:
-        yield (
-            f"backend=megatron has no exact counterpart of {model}, whose model_type is {facts.model_type}; it has "
-            f"{', '.join(MODEL_TYPES)}. For another one write {_ELSEWHERE}"
-        )
+        yield no_counterpart(model, facts.model_type)
         return
     yield from _tensor_parallel(backend, facts, model)
     yield from _stages(backend, facts, model)
@@ -139,6 +141,9 @@ def _tensor_parallel(backend: MegatronBackendConfig, facts: Facts, model: str) -
     sizes = {"attention heads": facts.num_heads, "key-value heads": facts.num_kv_heads}
     if facts.has_dense_layers:
         sizes["columns of the MLP"] = facts.intermediate_size
+    if facts.shared_expert_size:
+        sizes["columns of the shared expert"] = facts.shared_expert_size
+    sizes |= {f"rows of {name}": rows for name, rows in facts.compressed}
     if wrong := [f"{size} {what}" for what, size in sizes.items() if size % backend.tensor_parallel]:
         instead = neighbours(backend.tensor_parallel, divisors(*sizes.values()))
         yield (

@@ -40,6 +40,10 @@ class ArchitectureConfig:
     max_positions: int = 0
     tied_embeddings: bool = True
     qk_norm: bool = False
+    # Of a mixture of experts, all of whose layers are mixtures.
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
 
 
 @dataclass
@@ -48,7 +52,9 @@ class ModelConfig:
     # Folder or hub id. Set alone, it replaces the source of the chosen option.
     path: Optional[str] = None
     revision: Optional[str] = None
+    # What the option stands for: one that is prepared here, or one of the hub.
     source: Optional[ModelSource] = None
+    hub_id: Optional[str] = None
     architecture: Optional[ArchitectureConfig] = None
     # Dtype of the weights in memory. bfloat16 keeps float32 master weights in the optimizer.
     dtype: DType = DType.float32

@@ -34,7 +34,8 @@ class DropoutState:
 
 
 class KeyedDropout(nn.Module):
-    """In place of nn.Dropout. Takes [B, T, ...] or [B * T, ...] inputs of the micro-batch that ``state.key`` describes."""
+    """In place of nn.Dropout. Takes [B, T, ...], [B * T, ...] or [B, 1, T, ...] inputs of the micro-batch that ``state.key``
+    describes."""
 
     def __init__(self, p: float, name: str, state: DropoutState) -> None:
         super().__init__()
@@ -48,15 +49,24 @@ class KeyedDropout(nn.Module):
         key = self.state.key
         if key is None:
             raise UserError(f"dropout of {self.name} ran in training mode outside forward_backward: its mask has no key")
-        if x.shape[:2] != key.shape and x.shape[0] != key.shape[0] * key.shape[1]:
+        features = self._features(x, key)
+        if features is None:
             raise UserError(
                 f"dropout of {self.name} cannot be keyed: its input {tuple(x.shape)} is not laid out by row and position "
                 f"{key.shape}; set the dropout to 0 or leave this module out"
             )
-        return x * self._mask(x, key)
+        return x * self._mask(x, features, key)
 
-    def _mask(self, x: Tensor, key: DropoutKey) -> Tensor:
-        features = x.shape[2:] if x.shape[:2] == key.shape else x.shape[1:]
+    @staticmethod
+    def _features(x: Tensor, key: DropoutKey) -> torch.Size | None:
+        """What each position has."""
+        rows, length = key.shape
+        for layout in (key.shape, (rows * length,), (rows, 1, length)):
+            if x.shape[: len(layout)] == layout:
+                return x.shape[len(layout) :]
+        return None
+
+    def _mask(self, x: Tensor, features: torch.Size, key: DropoutKey) -> Tensor:
         mask = torch.ones(*key.shape, *features, dtype=x.dtype, device=x.device)
         for row, where, sample in key.documents:
             shape = (where.stop - where.start, *features)

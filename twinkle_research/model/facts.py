@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from twinkle_research.checkpoint.names import PARTS
 from twinkle_research.errors import ConfigError, nearest
 from twinkle_research.model.config import ArchitectureConfig
 
 ALL_LINEAR = "all-linear"
-_DENSE = ("llama", "qwen2", "qwen3")
+_SHIPPED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # whose tensors are known from their dimensions
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "word_embeddings", "embed_in", "tok_embeddings", "position_embeddings")
 _HEADS = ("lm_head", "embed_out", "output_layer")
 _ROUTERS = ("gate", "router")  # what chooses the experts of a token: no linear module in memory, nor are experts
 # Parts of multimodal and multi-token-prediction checkpoints that a causal language model does not load.
 _OTHER_PARTS = {"visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "mtp"}
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_SHARED = re.compile(r"\.mlp\.shared_experts?\.up_proj\.weight$")
+_COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -61,6 +68,8 @@ class Facts:
     expert_intermediate_size: int = 0
     expert_parameters: int = 0
     has_dense_layers: bool = True
+    shared_expert_size: int = 0  # columns of the expert that every token sees
+    compressed: tuple[tuple[str, int], ...] = ()  # of latent attention: matrix, width of what it gives
 
     def unknown_modules(self, targets: Iterable[str]) -> list[str]:
         """Those of ``targets`` that name no module. A target names a whole module path or the end of one (PEFT's rule)."""
@@ -68,6 +77,11 @@ class Facts:
 
     def matching(self, target: str) -> list[str]:
         return [name for name in self.modules if name == target or name.endswith("." + target)]
+
+    @cached_property
+    def kinds(self) -> Mapping[str, int]:
+        """Last name of a module outside of experts -> how many there are of it. Experts are no linear modules in memory."""
+        return Counter(name.rpartition(".")[2] for name in self.modules if "experts" not in name.split("."))
 
     def hint(self, target: str) -> str:
         """The nearest valid name for an unknown target."""
@@ -98,9 +112,10 @@ def linear_module_names(source: str | Path | ArchitectureConfig) -> tuple[str, .
 
 
 def tensor_shapes(arch: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face parameter names and shapes of a dense Llama, Qwen2 or Qwen3 model, in the order of the layers."""
-    if arch.model_type not in _DENSE:
-        raise ConfigError(f"model.architecture.model_type={arch.model_type!r}: {nearest(arch.model_type, _DENSE)}")
+    """Hugging Face parameter names and shapes of a Llama, Mistral, Qwen2 or Qwen3 model, or a mixture of those families, in the
+    order of the layers."""
+    if arch.model_type not in _SHIPPED:
+        raise ConfigError(f"model.architecture.model_type={arch.model_type!r}: {nearest(arch.model_type, _SHIPPED)}")
     hidden, heads, kv = arch.hidden_size, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, hidden)}
     for layer in range(arch.num_layers):
@@ -115,22 +130,46 @@ def tensor_shapes(arch: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.self_attn.q_norm.weight"] = (arch.head_dim,)
             shapes[f"{prefix}.self_attn.k_norm.weight"] = (arch.head_dim,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.mlp.gate_proj.weight"] = (arch.intermediate_size, hidden)
-        shapes[f"{prefix}.mlp.up_proj.weight"] = (arch.intermediate_size, hidden)
-        shapes[f"{prefix}.mlp.down_proj.weight"] = (hidden, arch.intermediate_size)
+        shapes |= (
+            _mixture_shapes(arch, prefix) if arch.num_experts else _mlp_shapes(f"{prefix}.mlp", arch.intermediate_size, hidden)
+        )
     shapes["model.norm.weight"] = (hidden,)
     if not arch.tied_embeddings:
         shapes["lm_head.weight"] = (arch.vocab_size, hidden)
     return shapes
 
 
+def _mlp_shapes(name: str, width: int, hidden: int, parts: tuple[str, ...] = _MLP) -> Shapes:
+    """``parts``: the names of the matrices in, beside it, and out."""
+    gate, up, down = (f"{name}.{part}.weight" for part in parts)
+    return {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+
+
+def _mixture_shapes(arch: ArchitectureConfig, prefix: str) -> Shapes:
+    mixtral = arch.model_type == "mixtral"
+    name, parts = (f"{prefix}.block_sparse_moe", ("w1", "w3", "w2")) if mixtral else (f"{prefix}.mlp", _MLP)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (arch.num_experts, arch.hidden_size)}
+    for expert in range(arch.num_experts):
+        shapes |= _mlp_shapes(f"{name}.experts.{expert}", arch.expert_intermediate_size, arch.hidden_size, parts)
+    return shapes
+
+
 def _facts_of_architecture(arch: ArchitectureConfig) -> Facts:
+    return _facts_of_dimensions(*astuple(arch))
+
+
+@cache
+def _facts_of_dimensions(*dimensions: Any) -> Facts:
+    """Cached: a large mixture has tens of thousands of tensors."""
+    arch = ArchitectureConfig(*dimensions)
     shapes = tensor_shapes(arch)
     return Facts(
         model_type=arch.model_type, vocab_size=arch.vocab_size, hidden_size=arch.hidden_size,
         intermediate_size=arch.intermediate_size, num_layers=arch.num_layers, num_heads=arch.num_heads,
         num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, max_positions=arch.max_positions,
-        tied_embeddings=arch.tied_embeddings, weight_bytes=0, **_count(shapes, arch.tied_embeddings),
+        tied_embeddings=arch.tied_embeddings, weight_bytes=0, num_experts=arch.num_experts,
+        experts_per_token=arch.experts_per_token, expert_intermediate_size=arch.expert_intermediate_size,
+        has_dense_layers=not arch.num_experts, **_count(shapes, arch.tied_embeddings),
     )  # fmt: skip
 
 
@@ -171,7 +210,9 @@ def _facts_of_folder(config: dict[str, Any], headers: _Headers) -> Facts:
         experts_per_token=number("num_experts_per_tok") if experts else 0,
         expert_intermediate_size=number("moe_intermediate_size", default=width) if experts else 0,
         has_dense_layers=not experts or any(_module(name)[0].endswith(".mlp.up_proj") for name in shapes),
-        **_count(shapes, tied),
+        shared_expert_size=next((shape[0] for name, shape in shapes.items() if _SHARED.search(name)), 0),
+        compressed=tuple(sorted({(_module(n)[1], shape[0]) for n, shape in shapes.items() if _module(n)[1] in _COMPRESSED})),
+        **_count(shapes, tied, peft_takes_experts=config.get("model_type") != "qwen2_moe"),
     )
 
 
@@ -181,7 +222,7 @@ def _module(tensor: str) -> tuple[str, str]:
     return path, path.rsplit(".", 1)[-1]
 
 
-def _count(shapes: Shapes, tied: bool) -> dict[str, Any]:
+def _count(shapes: Shapes, tied: bool, peft_takes_experts: bool = True) -> dict[str, Any]:
     """Parameter counts and module names out of tensor names and shapes."""
     modules, linear, of_experts = [], [], set()
     parameters = embedding = experts = 0
@@ -200,8 +241,8 @@ def _count(shapes: Shapes, tied: bool) -> dict[str, Any]:
             linear.append((last, (shape[0], shape[1])))
     if tied:
         modules.append("lm_head")
-    # PEFT takes these names for the experts', wherever they stand (see lora_config.py).
-    linear = [(last, shape) for last, shape in linear if last not in of_experts]
+    if peft_takes_experts:  # these names, wherever they stand (see lora_config.py)
+        linear = [(last, shape) for last, shape in linear if last not in of_experts]
     return {
         "parameters": parameters, "embedding_parameters": embedding, "expert_parameters": experts,
         "linear_shapes": tuple(sorted(shape for _, shape in linear)),
@@ -227,6 +268,11 @@ def weight_files(folder: Path) -> list[str]:
         return ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if not index.exists():
+        if (folder / f"model{PARTS}").exists():
+            raise ConfigError(
+                f"{folder} holds the parts of tensors that checkpoint.format=sharded writes. Make whole ones: "
+                "python -m twinkle_research.checkpoint convert <checkpoint or run folder> -o <new folder>"
+            )
         others = [p.name for p in sorted(folder.glob("*")) if p.suffix in (".bin", ".pt", ".pth", ".gguf")]
         found = f"; {others[0]} is not read (weights must be safetensors)" if others else ""
         raise ConfigError(f"{folder}: no model.safetensors and no model.safetensors.index.json{found}")

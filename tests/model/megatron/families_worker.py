@@ -36,8 +36,8 @@ MODELS = {
     "gemma2": (
         "Gemma2",
         {
-            "sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.1, "final_logit_softcapping": 0.5,
-            "attention_bias": True, "initializer_range": 0.05,
+            "sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+            "attention_bias": True,
         },
     ),
     "gemma3": (
@@ -45,6 +45,13 @@ MODELS = {
         {
             "sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
             "rope_parameters": {"sliding_attention": LOCAL, "full_attention": GLOBAL},
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.7,
+            "mlp_bias": True,
         },
     ),
     "deepseek": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
@@ -79,15 +86,15 @@ LAYOUTS = {
         "tp2-biased": Layout("biased", TP2), "sp2-biased": Layout("biased", SP2 | FULL), "pp2-gemma": Layout("gemma", PP2),
         "tp2-gemma2": Layout("gemma2", TP2), "sp2-gemma2": Layout("gemma2", SP2 | SELECTIVE),
         "vpp2-gemma2": Layout("gemma2", VPP2), "cp2-gemma2": Layout("gemma2", CP2), "sp2-gemma3": Layout("gemma3", SP2 | FULL),
-        "vpp2-gemma3": Layout("gemma3", VPP2), "cp2-gemma3": Layout("gemma3", CP2), "sp2-deepseek": Layout("deepseek", SP2),
-        "ep2-deepseek": Layout("deepseek", EP2), "pp2-deepseek": Layout("deepseek", PP2), "tp2-latent": Layout("latent", TP2),
+        "cp2-gemma3": Layout("gemma3", CP2), "sp2-deepseek": Layout("deepseek", SP2), "ep2-deepseek": Layout("deepseek", EP2),
+        "pp2-deepseek": Layout("deepseek", PP2), "tp2-latent": Layout("latent", TP2),
         "cp2-latent": Layout("latent", CP2 | SELECTIVE), "sp2-groups": Layout("groups", SP2 | FULL),
-        "sp2-shared": Layout("shared", SP2), "ep2-shared": Layout("shared", EP2), "vpp2-shared": Layout("shared", VPP2),
+        "sp2-granite": Layout("granite", SP2), "vpp2-granite": Layout("granite", VPP2 | FULL),
+        "sp2-shared": Layout("shared", SP2), "vpp2-shared": Layout("shared", VPP2),
     },
     4: {
         "sp2-pp2-gemma2": Layout("gemma2", SP2 | PP2), "sp2-cp2-gemma3": Layout("gemma3", SP2 | CP2),
         "sp2-pp2-ep2-deepseek": Layout("deepseek", SP2 | PP2 | EP2 | {"expert_tensor_parallel": 1}),
-        "sp2-cp2-shared": Layout("shared", SP2 | CP2),
     },
 }  # fmt: skip
 
@@ -103,12 +110,13 @@ def make_folder(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def references(folders: Path, out: Path, models: set[str]) -> None:
-    for name in sorted(models):
+def references(folders: Path, out: Path, size: int) -> None:
+    for name in sorted({layout.model for layout in LAYOUTS[size].values()}):
         make_folder(name, folders / name)
         for kind in KINDS:
             compute_worker.reference(folders / name, WORK[kind], out / f"{name}-{kind}")
-        lora_worker.reference(folders / name, "all", out / f"{name}-lora")
+        if size > 1:
+            lora_worker.reference(folders / name, "all", out / f"{name}-lora")
 
 
 def main(runtime: Runtime, folders: str, expected: str, out: str, names: str = "") -> None:
@@ -122,7 +130,10 @@ def main(runtime: Runtime, folders: str, expected: str, out: str, names: str = "
             for i, kind in enumerate(KINDS)
         }
         opened.close()
+        Path(out, f"{name}-{runtime.rank}.json").write_text(json.dumps(found))
+        if runtime.world_size == 1:  # test_megatron_lora.py has the names and values of each family
+            continue
         with_lora = lora_worker.Opened(folder, runtime, layout.options)
         trained = lora_worker.measure(with_lora, "all", lora_worker.Expected(Path(f"{stem}-lora")), packing=bool(number % 2))
         with_lora.close()
-        Path(out, f"{name}-{runtime.rank}.json").write_text(json.dumps({"full": found, "lora": trained}))
+        Path(out, f"{name}-{runtime.rank}-lora.json").write_text(json.dumps(trained))

@@ -39,6 +39,8 @@ class Traffic(TorchDispatchMode):
                 tensors = args[place] if isinstance(args[place], list) else [args[place]]
                 tensors = [t for item in tensors for t in (item if isinstance(item, list) else [item])]
                 self.bytes[name] += sum(t.numel() * t.element_size() for t in tensors)
+        elif func.namespace == "_c10d_functional" and func._opname == "all_gather_into_tensor":  # of DTensor
+            self.bytes["all_gather"] += args[0].numel() * args[0].element_size() * args[1]
         return func(*args, **(kwargs or {}))
 
 
@@ -79,9 +81,9 @@ def held(model: MegatronModel | TransformersModel) -> dict[str, int]:
             master = own.master.dtype != parameter.dtype
             state[id(parameter)] = sum(t.numel() * 4 for t in tensors) + (own.master.numel() * 4 if master else 0)
     else:
-        for name in training.parameters:
-            slots = [slot for slot in optimizer.slots(name)]
-            state[name] = sum(optimizer.tensor(name, slot).nbytes for slot in slots)
+        for name, parameter in training.parameters.items():
+            tensors = [optimizer.tensor(name, slot) for slot in optimizer.slots(name)]
+            state[name] = sum(t.nbytes for t in tensors if t.data_ptr() != parameter.data_ptr())  # its own master, sharded
     return {
         "weights": sum(p.nbytes for p in parameters), "gradients": sum(t.nbytes for t in sums.values()),
         "optimizer": sum(state.values()),
@@ -94,10 +96,13 @@ def main(runtime: Runtime, folders: str, out: str) -> None:
             continue
         model = build(case, Path(folders) / case.model, runtime)
         step(model, case)
-        traffic = Traffic()
+        traffic, pushed = Traffic(), Traffic()
         with traffic:
             step(model, case)
-        found = {"held": held(model), "sent": traffic.bytes}
+        with pushed:
+            for _ in model.named_weights():
+                pass
+        found = {"held": held(model), "sent": traffic.bytes, "pushed": pushed.bytes}
         Path(out, f"{name}-{runtime.rank}.json").write_text(json.dumps(found))
         if case.megatron:
             model.close()

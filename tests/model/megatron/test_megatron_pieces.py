@@ -152,7 +152,7 @@ def test_a_parameter_without_a_row_is_refused(model, mesh):
 ROWS = [
     (name, block, pattern)
     for name, family in {
-        "llama_biased": "llama", "mistral": "mistral", "qwen2_untied": "qwen2", "qwen3_untied": "qwen3", "gemma": "gemma",
+        "llama_biased": "llama", "mistral": "mistral", "qwen2_untied": "qwen2", "qwen3_untied": "qwen3",
         "qwen3_moe_mixed": "qwen3_moe", "mixtral": "mixtral", "gemma2": "gemma2", "gemma3": "gemma3_text",
         "qwen2_moe": "qwen2_moe", "deepseek": "deepseek_v2",
     }.items()

@@ -68,7 +68,7 @@ def prepare(name: str | ModelSource, out: str | Path | None = None, dtype: str |
 
 
 def resolve_model_folder(model: ModelConfig, *, download: bool = True) -> Path:
-    """The Hugging Face folder of a model config: ``path`` (folder or hub id) before ``source``.
+    """The Hugging Face folder of a model config: ``path`` (folder or hub id) before what its option stands for.
 
     A hub id is downloaded into Hugging Face's cache (with ``download=False`` only looked up there). Raises
     ConfigError for a path that is not a model and UserError when the hub cannot be reached.
@@ -76,13 +76,16 @@ def resolve_model_folder(model: ModelConfig, *, download: bool = True) -> Path:
     if model.path is not None:
         folder = _local_folder(model.path)
         return folder if folder is not None else _hub_folder(model, download)
+    if model.hub_id is not None and model.source is None:
+        return _hub_folder(model, download)
     if model.source is None:
         raise ConfigError(f"model.path: needed with model={model.name}, which has no source of its own (folder or hub id)")
     return prepare(model.source)
 
 
 def model_facts(model: ModelConfig) -> Facts | None:
-    """Facts for the plan, without preparing or downloading anything; None for a hub id not yet downloaded."""
+    """Facts for the plan, without preparing or downloading anything; None for a hub id not yet downloaded, of which no option
+    has the facts."""
     if model.path is None and model.architecture is not None:
         return read_facts(model.architecture)
     folder = _local_folder(model.path) if model.path is not None else None
@@ -189,26 +192,33 @@ def _hub_folder(model: ModelConfig, download: bool) -> Path:
     if cached is not None:
         return cached
     if not download:
-        raise UserError(f"model.path={model.path}: not in the local Hugging Face cache")
+        raise UserError(f"{_named(model)}: not in the local Hugging Face cache")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    hub_id = model.path.removeprefix("hf://")
+    hub_id = _hub_id(model)
     try:
         return Path(snapshot_download(hub_id, revision=model.revision, allow_patterns=_hub_patterns(model)))
     except RepositoryNotFoundError:
-        raise ConfigError(f"model.path={model.path}: neither a folder here nor a model on the hub") from None
+        raise ConfigError(f"{_named(model)}: neither a folder here nor a model on the hub") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"model.path={model.path}: not a folder here, and the hub does not give it ({reason})") from None
+        raise UserError(f"{_named(model)}: not a folder here, and the hub does not give it ({reason})") from None
+
+
+def _hub_id(model: ModelConfig) -> str:
+    return (model.path or model.hub_id).removeprefix("hf://")
+
+
+def _named(model: ModelConfig) -> str:
+    return f"model.path={model.path}" if model.path is not None else f"model={model.name} ({model.hub_id})"
 
 
 def _cached_hub_folder(model: ModelConfig) -> Path | None:
     """The snapshot in the local cache whose weights are all there."""
     from huggingface_hub import try_to_load_from_cache
 
-    hub_id = model.path.removeprefix("hf://")
-    config = try_to_load_from_cache(hub_id, "config.json", revision=model.revision)
+    config = try_to_load_from_cache(_hub_id(model), "config.json", revision=model.revision)
     if not isinstance(config, str):
         return None
     folder = Path(config).parent

@@ -48,7 +48,7 @@ def load_model(
             model_id,
             config=config,
             dtype=dtype,
-            attn_implementation=attention_kind(attention, torch.device(device)),
+            attn_implementation=attention_kind(attention, torch.device(device), config),
             use_safetensors=True,
             **options,
         )
@@ -75,7 +75,10 @@ def load_skeleton(
     config = _config(model_id, options)
     with _load_errors(model_id), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention_kind(attention, device), trust_remote_code=trust_remote_code
+            config,
+            dtype=dtype,
+            attn_implementation=attention_kind(attention, device, config),
+            trust_remote_code=trust_remote_code,
         )
     folder = weights_folder(model_id, revision)
     model.name_or_path = str(model_id)
@@ -136,15 +139,21 @@ def _load_errors(model_id: str | os.PathLike[str]) -> Iterator[None]:
         raise ConfigError(f"model.path={model_id} cannot be loaded: {error}") from error
 
 
-def attention_kind(attention: str, device: torch.device) -> str:
-    """transformers' name for ``model.attention``; auto takes flash attention on a GPU where it is installed."""
+def attention_kind(attention: str, device: torch.device, config: PretrainedConfig | None = None) -> str:
+    """transformers' name for ``model.attention``; auto takes flash attention on a GPU where it is installed. Raises ConfigError
+    where the kind would leave out something that the model of ``config`` does: sdpa knows no softcap of attention scores."""
     installed = importlib.util.find_spec("flash_attn") is not None
     if attention == "flash" and (device.type != "cuda" or not installed):
         missing = "a GPU" if device.type != "cuda" else "the package flash-attn"
         raise ConfigError(f"model.attention=flash needs {missing}; model.attention=auto takes sdpa here")
     if attention == "flash" or (attention == "auto" and device.type == "cuda" and installed):
         return "flash_attention_2"
-    return "sdpa" if attention == "auto" else attention
+    softcap = None if config is None else config.get_text_config().to_dict().get("attn_logit_softcapping")
+    if attention == "sdpa" and softcap:
+        raise ConfigError(
+            f"model.attention=sdpa would leave out the attn_logit_softcapping={softcap} of this model; write eager, or auto"
+        )
+    return ("eager" if softcap else "sdpa") if attention == "auto" else attention
 
 
 def drop_attention_dropout(config: PretrainedConfig) -> None:
