@@ -34,10 +34,12 @@ def mixture() -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         shapes |= {f"{attention}.{name}_proj.weight": (heads * dim, hidden) for name in "qkv"}
         shapes[f"{attention}.o_proj.weight"] = (hidden, heads * dim)
+        shapes |= {f"{attention}.{name}_norm.weight": (dim,) for name in "qk"}
+        shapes |= {f"model.layers.{layer}.{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         if layer:
             shapes[f"{mlp}.gate.weight"] = (experts, hidden)
         inner = [(f"{mlp}.experts.{i}", width) for i in range(experts)] if layer else [(mlp, dense)]
         for name, columns in inner:
             shapes |= {f"{name}.{own}_proj.weight": (columns, hidden) for own in ("gate", "up")}
             shapes[f"{name}.down_proj.weight"] = (hidden, columns)
-    return config, shapes
+    return config, shapes | {"model.norm.weight": (hidden,)}

@@ -52,6 +52,10 @@ def refusal(*words: str, world: WorldInfo | None = None) -> str:
         (["backend.sharding=fsdp2", "adapter.dora=true"], "adapter.dora=true reads whole weights"),
         (["backend.sharding=fsdp2", "adapter.modules_to_save=[lm_head]"], "adapter.modules_to_save copies whole weights"),
         (["backend.sharding=fsdp2", "checkpoint.background=true"], "checkpoint.background=true copies the whole model"),
+        (
+            ["checkpoint.format=sharded"],
+            "checkpoint.format=sharded is for backend=megatron, whose processes have parts of tensors; write consolidated",
+        ),
         (["launch.nodes=2"], "needs torchrun or srun"),
         (["resume=nevr"], "did you mean 'never'?"),
         (["resume=no/such/folder"], "there is no such folder"),

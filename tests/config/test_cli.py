@@ -164,7 +164,8 @@ def test_a_sweep_makes_one_folder_a_job(started: list, tmp_path: Path) -> None:
     assert [(config.optimizer.lr, config.adapter.r) for config, _ in started] == [(1e-4, 1), (1e-4, 2), (1e-3, 1), (1e-3, 2)]
     assert not any(in_process for _, in_process in started)
     assert all(config.tracking.wandb.group == "x" for config, _ in started)
-    assert sorted(path.name for path in (tmp_path / "sweeps" / "x").iterdir()) == ["0", "1", "2", "3", "multirun.yaml"]
+    files = ["multirun.yaml", "sweep.json", "sweep.lock"]
+    assert sorted(path.name for path in (tmp_path / "sweeps" / "x").iterdir()) == ["0", "1", "2", "3", *files]
     assert not any((tmp_path / "sweeps" / "x" / "0").iterdir())
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from twinkle_research.advantage import build_advantage
 from twinkle_research.config import cli, compose, to_object
+from twinkle_research.config.jobplan.hardware import hardware_of
 from twinkle_research.config.keys import all_keys
 from twinkle_research.dataset import build_prompts
 from twinkle_research.dataset.config import MixSource
@@ -29,7 +30,16 @@ from twinkle_research.trainer.config import TrainConfig
 LOOKERS = {
     "checks.py": (),  # all that validates, config/rewardchecks.py and others
     "config/inputs.py": (),
-    "config/memory.py": (),
+    "jobplan/activations.py": (),
+    "jobplan/fit.py": (),
+    "jobplan/memory.py": (),
+    "jobplan/meshtraffic.py": (),
+    "jobplan/report.py": (),
+    "jobplan/sampling.py": (),
+    "jobplan/shapes.py": (),
+    "jobplan/step.py": (),
+    "jobplan/traffic.py": (),
+    "jobplan/workload.py": (),
     "config/resume.py": (),
     "config/storage.py": (),
     "config/plan.py": ("run_plan", "_processes"),
@@ -133,6 +143,7 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Reads:
         run("megatron", "backend=megatron", "backend.recompute=full", *late, *alone)
     read_by_tasks_and_rewards(folder, found)
     read_by_losses_and_advantages(found)
+    hardware_of(traced(to_object(compose(["model=tiny", "launch.gpu=h100_80gb"])), found).launch)  # what is planned for
     return found
 
 

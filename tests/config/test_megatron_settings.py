@@ -113,10 +113,28 @@ def test_refused_of_experts(experts: str, texts: list[str], expected: str) -> No
 
 def test_a_model_type_without_counterpart(tmp_path: Path) -> None:
     config, shapes = mixture()
-    folder = write_headers(tmp_path, config | {"model_type": "gemma3_text"}, shapes)
+    folder = write_headers(tmp_path, config | {"model_type": "olmoe"}, shapes)
     text = refusal(f"model.path={folder}")
-    assert "whose model_type is gemma3_text; it has llama, mistral, mixtral, qwen2, qwen3, qwen3_moe" in text
+    assert "whose model_type is olmoe; it has deepseek_v2, gemma, gemma2, gemma3_text, granite, llama, mistral, mixtral" in text
     assert "write backend=transformers" in text
+    write_headers(tmp_path, config | {"model_type": "qwen3_next"}, shapes)
+    assert "whose model_type is qwen3_next (Megatron-Core's gated delta net takes no packed rows" in refusal(
+        f"model.path={folder}"
+    )
+
+
+def test_what_latent_attention_and_shared_experts_ask_for(tmp_path: Path) -> None:
+    config, shapes = mixture()
+    attention, shared = "model.layers.1.self_attn", "model.layers.1.mlp.shared_experts"
+    more = {
+        f"{attention}.kv_a_proj_with_mqa.weight": (18, 32), f"{attention}.q_a_proj.weight": (16, 32),
+        f"{shared}.up_proj.weight": (22, 32),
+    }  # fmt: skip
+    folder = write_headers(tmp_path, config | {"model_type": "deepseek_v2"}, shapes | more)
+    facts = read_facts(folder)
+    assert facts.compressed == (("kv_a_proj_with_mqa", 18), ("q_a_proj", 16)) and facts.shared_expert_size == 22
+    text = refusal(f"model.path={folder}", "tensor_parallel=4")
+    assert "the 22 columns of the shared expert and the 18 rows of kv_a_proj_with_mqa of" in text and "write 2" in text
 
 
 @pytest.mark.parametrize(
@@ -219,33 +237,38 @@ def test_notes() -> None:
 
 def test_one_process_needs_what_it_does_with_transformers() -> None:
     for words in (["adapter=none"], ["model.dtype=bfloat16"], ["adapter=none", "optimizer=sgd", "data.packing=true"]):
-        other = run_plan(validate(compose(["backend=transformers", *WORDS[1:], *words])), WorldInfo("plain"))
-        assert plan(*words).memory == other.memory
+        other = run_plan(validate(compose(["backend=transformers", *WORDS[1:], *words])), WorldInfo("plain")).memory
+        own = plan(*words).memory
+        assert (own.weights, own.gradients, own.optimizer) == (other.weights, other.gradients, other.optimizer)
+        if "model.dtype=bfloat16" not in words:  # in which transformers copies the input of each LoRA
+            assert own.activations > other.activations  # keys and values are kept for each head
 
 
 def test_layouts_split_the_memory() -> None:
     whole = plan("adapter=none", "launch.nproc_per_node=2").memory
     tensor = plan("adapter=none", "tensor_parallel=2").memory
-    for part in ("weights", "gradients", "optimizer"):
-        assert getattr(tensor, part) == getattr(whole, part) // 2
+    norms = 4 * (2 * 128 + 2 * 32) + 128  # whole on both
+    for part, size in (("weights", 4), ("gradients", 4), ("optimizer", 8)):
+        assert getattr(tensor, part) == (getattr(whole, part) + size * norms) // 2
     # 4 layers of 128 x 128 (q, o), 64 x 128 (k, v), 384 x 128 (gate, up, down), their norms; one embedding on either stage.
     layer = 2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128 + 2 * 128 + 2 * 32
     stages = plan("adapter=none", "pipeline_parallel=2").memory
-    assert stages.weights == 4 * ((4 * layer + 128) // 2 + 512 * 128)
+    assert stages.weights == 4 * (2 * layer + 128 + 512 * 128)
     shared = plan("adapter=none", "distributed_optimizer=true", "launch.nproc_per_node=2").memory
     assert (shared.weights, shared.gradients, shared.optimizer) == (whole.weights, whole.gradients, whole.optimizer // 2)
-    context = plan("adapter=none", "distributed_optimizer=true", "context_parallel=2").memory
-    assert context.optimizer == shared.optimizer and context.activations < shared.activations
+    context = plan("adapter=none", "distributed_optimizer=true", "context_parallel=2").memory  # all rows, but half of each
+    assert context.optimizer == shared.optimizer and context.activations == shared.activations
 
 
 def test_a_model_to_generate_with_is_whole() -> None:
     def weights(*words: str) -> int:
         config = validate(compose([*WORDS[:3], "backend.tensor_parallel=2", "adapter=none", *words]))
-        return run_plan(config, WorldInfo("plain")).memory.weights
+        return run_plan(config, WorldInfo("plain")).memory.sampler.weights
 
-    split, whole = plan("adapter=none", "tensor_parallel=2").memory.weights, 4 * plan().parameters
-    assert weights("data.sample_prompts=[a]") == weights("loss=grpo", "sampler=transformers") == split + whole
-    assert weights("loss=grpo", "sampler=vllm") == split
+    assert weights("data.sample_prompts=[a]") == weights("loss=grpo", "sampler=transformers") == 4 * plan().parameters
+    assert weights("data.sample_prompts=[]") == 0
+    # An engine has its own in any case, and several processes may share one.
+    assert weights("loss=grpo", "sampler=vllm") == 2 * weights("loss=grpo", "sampler=vllm", "sampler.tensor_parallel=2")
 
 
 def test_masters_are_split_with_the_optimizer() -> None:
@@ -256,13 +279,14 @@ def test_masters_are_split_with_the_optimizer() -> None:
 
 
 def test_activations() -> None:
-    ways = ["launch.nproc_per_node=2"], ["tensor_parallel=2", "sequence_parallel=false"], ["tensor_parallel=2"]
+    ways = [["launch.nproc_per_node=2", "trainer.batch_size=8"], ["tensor_parallel=2", "sequence_parallel=false"]]
+    ways.append(["tensor_parallel=2"])
     most, fewer, fewest = (plan(*words).memory.activations for words in ways)
     assert most > fewer > fewest
     once, twice = plan("recompute=full").memory.activations, plan("recompute=full", "recompute_layers=2").memory.activations
     assert once < twice < plan().memory.activations
     # A stage that begins as many micro-batches as there are stages holds as much as one process; interleaved, more.
-    words = ["data.max_length=512", "backend.logits_chunk=1"]
+    words = ["data.max_length=512", "backend.logits_chunk=1", "trainer.micro_batch_size=1"]
     one, two = plan(*words).memory.activations, plan(*words, "pipeline_parallel=2").memory.activations
     assert one == two < plan(*words, "pipeline_parallel=2", "virtual_stages=2").memory.activations
 
@@ -293,3 +317,9 @@ def test_backend_and_layout_may_change() -> None:
             check_resume(old, new)
     with pytest.raises(ConfigError, match="'seed' was 0, is now 1"):
         check_resume(configs[0], to_object(compose(["model=tiny", "backend=megatron", "seed=1"])))
+
+
+def test_sharded_checkpoints_may_be_written_in_the_background() -> None:
+    """Each process copies its own part only."""
+    validate(compose([*WORDS, "checkpoint.format=sharded", "checkpoint.background=true"]))
+    assert "write false, or checkpoint.format=sharded" in refusal("checkpoint.background=true")

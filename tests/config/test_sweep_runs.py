@@ -20,7 +20,9 @@ def test_a_sweep_of_two_process_jobs(
     words = ["-m", "model=tiny", "backend.device=cpu", "launch.nproc_per_node=2", "hydra.sweep.dir=sweeps/x"]
     assert main([*words, "trainer.max_steps=1,2"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["sweeps"]
-    assert sorted(path.name for path in (tmp_path / "sweeps" / "x").iterdir()) == ["0", "1", "multirun.yaml"]
+    assert sorted(path.name for path in (tmp_path / "sweeps" / "x").iterdir()) == [
+        "0", "1", "multirun.yaml", "report.html", "sweep.json", "sweep.lock",
+    ]  # fmt: skip
     for number, steps in ((0, 1), (1, 2)):
         folder = tmp_path / "sweeps" / "x" / str(number)
         status = json.loads((folder / "status.json").read_text())

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 from packaging.version import Version
 
+from twinkle_research.checkpoint.config import CheckpointFormat
 from twinkle_research.config.datachecks import data_problems
 from twinkle_research.config.keys import all_keys
 from twinkle_research.config.layouts import Backend
@@ -202,6 +203,9 @@ POSITIVE = (
     "reward.timeout",
     "trainer.max_grad_norm",
     "launch.timeout_minutes",
+    "launch.gpu_memory_gib",
+    "launch.node_gbytes",
+    "launch.network_gbytes",
 )
 
 
@@ -246,13 +250,14 @@ def _run(config: TrainConfig) -> Iterator[str]:
 
 
 def _model(model: ModelConfig, backend: Backend) -> Iterator[str]:
-    if model.path is None and model.source is None:
+    if model.path is None and model.source is None and model.hub_id is None:
         yield f"model={model.name} has no model of its own: give model.path=<folder or hub id>"
     if model.path is not None and not model.path.strip():
         yield "'model.path' is empty; give a folder or a hub id"
-    if model.revision is not None and model.path is None:
+    of_hub = model.path is not None or model.hub_id is not None
+    if model.revision is not None and not of_hub:
         yield f"'model.revision' has no effect without model.path: model={model.name} prepares its own weights"
-    if model.trust_remote_code and model.path is None:
+    if model.trust_remote_code and not of_hub:
         yield f"'model.trust_remote_code' has no effect without model.path: model={model.name} brings no code"
     if model.attention is Attention.flash and backend.device is Device.cpu:
         yield "model.attention=flash needs a GPU, but backend.device=cpu; write model.attention=sdpa"
@@ -331,14 +336,26 @@ def _tracking(tracking: TrackingConfig) -> Iterator[str]:
 
 
 def _launch(config: TrainConfig) -> Iterator[str]:
+    yield from _gpus(config)
     if not isinstance(config.backend, TransformersBackendConfig):
         return
+    if config.checkpoint.format is CheckpointFormat.sharded:
+        yield "checkpoint.format=sharded is for backend=megatron, whose processes have parts of tensors; write consolidated"
     launch, sharding = config.launch, config.backend.sharding
     processes = (launch.nproc_per_node or 1) * launch.nodes
     if sharding is Sharding.none and processes > 1:
         yield f"backend.sharding=none runs in one process, but launch asks for {processes}; write backend.sharding=ddp"
     if sharding is Sharding.fsdp2:
         yield from (f"{problem}; write backend.sharding=ddp" for problem in _fsdp2(config))
+
+
+def _gpus(config: TrainConfig) -> Iterator[str]:
+    launch = config.launch
+    if launch.gpu is not None and config.backend.device is Device.cpu:
+        yield f"launch.gpu={launch.gpu.name} has no effect with backend.device=cpu; write auto, or launch.gpu=null"
+    for key in ("gpu_memory_gib", "node_gbytes", "network_gbytes"):
+        if launch.gpu is None and getattr(launch, key) is not None:
+            yield f"'launch.{key}' has no effect without launch.gpu, which it corrects; give launch.gpu=h100_80gb, for example"
 
 
 def _fsdp2(config: TrainConfig) -> Iterator[str]:

@@ -19,32 +19,27 @@ from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from twinkle_research import __version__
 from twinkle_research.config.checks import validate
-from twinkle_research.config.composing import compose_with_hydra, strict_loader, without_hydra
+from twinkle_research.config.composing import compose_with_hydra, register_launchers, strict_loader, without_hydra
 from twinkle_research.config.keys import all_keys, annotation_of, hint
 from twinkle_research.config.schema import GROUPS, config_dir, register
 from twinkle_research.distributed.env import WorldInfo, detect
-from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError, nearest
+from twinkle_research.errors import EXIT_INTERRUPTED, ConfigError, UserError, nearest
 from twinkle_research.trainer.config import TrainConfig
-
-
-class JobFailed(UserError):
-    """A job of a sweep ended with an exit code other than 0; the sweep goes on."""
-
 
 HEAD_START = 2.0  # seconds
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and returns the exit code (twinkle_research.errors)."""
+def main(argv: list[str] | None = None, resume: bool = False) -> int:
+    """Runs the command line and returns the exit code (twinkle_research.errors). ``resume``: the words of a sweep that is there,
+    of which only what has not finished is run."""
     argv = sys.argv[1:] if argv is None else argv
     try:
-        return _main(argv)
+        return _main(argv, resume)
     except UserError as error:
         if _rank_speaks():
             kind = "config error" if error.exit_code == 2 else "error"
@@ -59,7 +54,7 @@ def _rank_speaks() -> bool:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
-def _main(argv: list[str]) -> int:
+def _main(argv: list[str], resume: bool) -> int:
     if "--help" in argv or "-h" in argv:
         from twinkle_research.config.helptext import help_text
 
@@ -72,6 +67,8 @@ def _main(argv: list[str]) -> int:
         return 0
     if args.config_dir and not Path(args.config_dir).is_dir():
         raise ConfigError(f"--config-dir={args.config_dir}: there is no such folder")
+    if args.multirun and (args.cfg or args.info):
+        raise ConfigError(f"-m and --{'cfg' if args.cfg else 'info'} at once: leave out -m, and give what is swept one value")
     if args.resolve and not args.cfg:
         raise ConfigError("--resolve goes with --cfg: write --cfg job --resolve")
     if args.package and args.package.partition(".")[0] not in (*GROUPS, "hydra"):
@@ -85,7 +82,7 @@ def _main(argv: list[str]) -> int:
                 return start_run(without_hydra(cfg), world)
             except ConfigError as error:
                 raise ConfigError(f"{error}{_from_experiment(str(error), experiment, args.overrides)}") from error
-    return _through_hydra(argv, args, world)
+    return _through_hydra(argv, args, world, resume)
 
 
 def _arguments(argv: list[str]) -> tuple[list[str], Namespace]:
@@ -150,10 +147,8 @@ def _is_plain(args: Namespace) -> bool:
 # --- one run --------------------------------------------------------------------------------------------------------
 
 
-def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) -> int:
+def start_run(cfg: DictConfig, world: WorldInfo, in_process: bool = True) -> int:
     """Validates, shows the plan and starts; in this process where one is enough and no sweep needs it clean."""
-    if sweep_job is not None:
-        cfg.run_dir = str(sweep_job)
     from twinkle_research.config.plan import print_plan, run_plan
     from twinkle_research.distributed.launcher import start
     from twinkle_research.trainer.rundir import new_run_dir
@@ -170,9 +165,7 @@ def start_run(cfg: DictConfig, world: WorldInfo, sweep_job: Path | None = None) 
         return 0
     if world.rank == 0:
         print_plan(plan, config)
-    if sweep_job is not None and config.tracking.wandb.group is None:
-        config.tracking.wandb.group = sweep_job.parent.name
-    return start(config, plan, in_process=sweep_job is None)
+    return start(config, plan, in_process=in_process)
 
 
 def _from_experiment(message: str, name: str | None, words: list[str]) -> str:
@@ -209,82 +202,66 @@ def _reader_may_leave() -> Iterator[None]:
 # --- sweeps and Hydra's other commands ------------------------------------------------------------------------------
 
 
-def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo) -> int:
-    if args.multirun and world.joins:
+def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo, resume: bool) -> int:
+    from twinkle_research.sweep.launch import SweepRun
+
+    sweeps = args.multirun or _is_plain(args)
+    if sweeps and world.joins:
         raise ConfigError(
             f"--multirun under {world.kind} would run the whole sweep once a rank: start it plainly, or one job each"
         )
-    if args.multirun and any(word.lstrip("+").startswith("run_dir=") for word in args.overrides):
+    if sweeps and any(word.lstrip("+").startswith("run_dir=") for word in args.overrides):
         raise ConfigError("run_dir is one folder, and a sweep makes one a job: give hydra.sweep.dir=<folder> instead")
     register()
-    failures: list[str] = []
+    register_launchers()
+    sweep = SweepRun(argv, start_run, world, resume)
     parents: set[Path] = set()  # of the folder of the sweep, whose own name has the time in it
 
     def check(cfg: DictConfig) -> None:
         parents.add(Path(cfg.hydra.sweep.dir).parent)
         validate(without_hydra(cfg))
 
-    def job(cfg: DictConfig) -> float | None:
-        return _job(cfg, world, failures)
+    def run(cfg: DictConfig) -> None:
+        """A run with Hydra's flags; the jobs of a sweep are started by its launcher."""
+        if code := start_run(cfg, world):
+            raise SystemExit(code)
 
-    app = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")(job)
+    app = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")(run)
+    code = 0
     with (
-        _hydra_surroundings(argv, sweeps=args.multirun or _is_plain(args)),
-        strict_loader(each_job=check if args.multirun else None),
+        _hydra_surroundings(argv, sweeps),
+        strict_loader(each_job=check if sweeps else None),
         _no_trace_of_refused(parents),
         _completion(args),
+        sweep.in_hydra(),
     ):
         try:
             app()
-        except JobFailed:
-            pass  # told below, with the others
         except SystemExit as left:
             if left.code not in (0, None):
-                return 2 if args.cfg else int(left.code)  # Hydra has said that there is no such --package
-    if failures:
-        raise UserError("\n".join([f"{len(failures)} of the sweep's jobs failed", *failures]))
-    return 0
+                code = 2 if args.cfg else int(left.code)  # Hydra has said that there is no such --package
+        except KeyboardInterrupt:  # between two jobs, which take care of it themselves
+            code = EXIT_INTERRUPTED
+        return sweep.close(code)
 
 
 @contextlib.contextmanager
 def _no_trace_of_refused(parents: set[Path]) -> Iterator[None]:
-    """Hydra writes multirun.yaml before the first job is looked at: where none was started it says nothing."""
+    """A sweep writes its plan before the first job is looked at: where none was started it says nothing."""
     started = time.time() - 1  # times of files are coarser
     try:
         yield
     except ConfigError:
         for parent in filter(Path.is_dir, parents):
             for plan in parent.glob("*/multirun.yaml"):
-                if plan.stat().st_mtime >= started and len(list(plan.parent.iterdir())) == 1:
-                    plan.unlink()
+                inside = {path.name: path for path in plan.parent.iterdir()}
+                if plan.stat().st_mtime >= started and inside.keys() <= {"multirun.yaml", "sweep.json", "sweep.lock", "study.db"}:
+                    for path in inside.values():
+                        path.unlink()
                     plan.parent.rmdir()
             if parent.name == "sweeps" and not any(parent.iterdir()):
                 parent.rmdir()
         raise
-
-
-def _job(cfg: DictConfig, world: WorldInfo, failures: list[str]) -> float | None:
-    """One job of a sweep (or a run with Hydra's flags). The objective is what a sweeper optimises."""
-    from twinkle_research.trainer.rundir import RunFolder
-
-    hydra_config = HydraConfig.get()
-    if hydra_config.mode != RunMode.MULTIRUN:
-        code = start_run(cfg, world)
-        if code:
-            raise SystemExit(code)
-        return None
-    folder = Path(hydra_config.runtime.output_dir)
-    try:
-        code = start_run(cfg, world, sweep_job=folder)
-    except UserError as error:
-        failures.append(f"{folder}: {error}")
-        raise JobFailed(failures[-1]) from error
-    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-        raise SystemExit(code)
-    if code:
-        failures.append(f"{folder} (exit code {code}): {' '.join(hydra_config.overrides.task)}")
-        raise JobFailed(failures[-1])
-    return RunFolder(folder).read_status().get("objective")
 
 
 @contextlib.contextmanager

@@ -9,12 +9,14 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
@@ -27,6 +29,7 @@ from twinkle_research.config.schema import BASE, GROUPS, config_dir, options, re
 from twinkle_research.dataset.config import GSM8K_ID, GSM8K_SUBSET
 from twinkle_research.errors import ConfigError
 from twinkle_research.reward.config import PartName
+from twinkle_research.sweep.config import register_sweeps
 from twinkle_research.trainer.config import TrainConfig
 
 BUILT_IN_ROWS = "builtin://"
@@ -49,11 +52,19 @@ def compose(overrides: Sequence[str] = (), config_name: str = "train") -> DictCo
 def compose_with_hydra(overrides: Sequence[str] = (), config_name: str = "train") -> DictConfig:
     """As ``compose``, with the section ``hydra`` (mode, chosen options, overrides), which ``${hydra:...}`` then reads."""
     register()
+    register_launchers()
     directory = str(config_dir())
     with strict_loader(), hydra.initialize_config_dir(version_base="1.3", config_dir=directory):
         cfg = hydra.compose(config_name, overrides=list(overrides), return_hydra_config=True)
     HydraConfig.instance().cfg = copy.copy(cfg)
     return cfg
+
+
+@cache
+def register_launchers() -> None:
+    """Makes the launchers and sweepers known, once, in place of those that Hydra's plugins register when they are found."""
+    Plugins.instance()
+    register_sweeps()
 
 
 def without_hydra(cfg: DictConfig) -> DictConfig:

@@ -25,6 +25,8 @@ Examples
   python train.py loss=grpo                                             reinforcement: a tiny model learns to add
   python train.py launch.nproc_per_node=2                               two processes, data-parallel
   python train.py -m optimizer.lr=1e-4,3e-4 adapter.r=8,16              four runs, one after another, below sweeps/
+  python train.py -m seed=0,1,2,3 hydra/launcher=joblib hydra.launcher.n_jobs=2       two at once; submitit_slurm: batch jobs
+  python train.py -m hydra/sweeper=optuna optimizer.lr='tag(log,interval(1e-5,1e-3))'  a study that looks for the best
 
 More
   python train.py --help <group>       every setting of a group's options, with its default (e.g. --help optimizer)
@@ -37,7 +39,8 @@ More
 Beside training
   python -m twinkle_research.chat <run_dir>                talk to what a run has trained
   python -m twinkle_research.report <run_dir>...           one page of plots; compares several runs
-  python -m twinkle_research.checkpoint --help             inspect, verify, merge, to-hf
+  python -m twinkle_research.sweep status|best|resume <sweep_dir>     the jobs of a sweep; runs those that have not finished
+  python -m twinkle_research.checkpoint --help             inspect, verify, convert, merge, to-hf
   python -m twinkle_research.model prepare model=<name> out=<folder>     a shipped model as a Hugging Face folder
 
 Values: null means none; lists are [a,b]; text with commas is quoted twice: "data.default_system='Be brief, please.'"

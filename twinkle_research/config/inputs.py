@@ -95,11 +95,13 @@ def _classes(data: CommonDataConfig) -> Iterator[str]:
 
 
 def _shipped_facts(model: ModelConfig) -> Iterator[str]:
-    """``source`` and ``architecture`` describe what the option prepares; changing them would only change the plan."""
+    """``source``, ``hub_id`` and ``architecture`` describe what the option stands for; they cannot be changed."""
     facts = _facts_in_option(model.name)
     if facts is None:
         return
-    source, architecture = facts
+    source, hub_id, architecture = facts
+    if model.hub_id != hub_id:
+        yield f"'model.hub_id' cannot be set: it says what model={model.name} is; for another model give model.path"
     if model.source is not source:
         yield f"'model.source' cannot be set: it says what model={model.name} prepares"
     if model.architecture != architecture:
@@ -107,7 +109,7 @@ def _shipped_facts(model: ModelConfig) -> Iterator[str]:
 
 
 @cache
-def _facts_in_option(name: str) -> tuple[object, object] | None:
+def _facts_in_option(name: str) -> tuple[object, object, object] | None:
     path = config_dir() / "model" / f"{name}.yaml"
     if not path.is_file():
         return None
@@ -115,9 +117,9 @@ def _facts_in_option(name: str) -> tuple[object, object] | None:
     if "source" not in stored or "architecture" not in stored:
         return None
     model = OmegaConf.structured(ModelConfig(name=name))
-    model = OmegaConf.merge(model, {"source": stored.source, "architecture": stored.architecture})
+    model = OmegaConf.merge(model, {key: stored.get(key) for key in ("source", "hub_id", "architecture")})
     architecture = model.architecture
-    return model.source, None if architecture is None else OmegaConf.to_object(architecture)
+    return model.source, model.hub_id, None if architecture is None else OmegaConf.to_object(architecture)
 
 
 def against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:

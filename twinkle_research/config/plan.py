@@ -9,9 +9,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from twinkle_research.config.jobplan.hardware import PER_MACHINE, hardware_of
+from twinkle_research.config.jobplan.memory import Memory, available_bytes, estimate
+from twinkle_research.config.jobplan.shapes import trainable_parameters
 from twinkle_research.config.layouts import data_parallel_size, default_processes, fewest_processes, layout_text
 from twinkle_research.config.megatronchecks import megatron_notes, processes_problems
-from twinkle_research.config.memory import GIB, Memory, available_bytes, estimate, trainable_parameters
 from twinkle_research.config.storage import FILE_NAME, to_object
 from twinkle_research.dataset.config import (
     CommonDataConfig,
@@ -22,6 +24,7 @@ from twinkle_research.dataset.config import (
     sources_of,
 )
 from twinkle_research.distributed.env import WorldInfo, detect
+from twinkle_research.distributed.gpus import GIB, Hardware
 from twinkle_research.errors import ConfigError
 from twinkle_research.model.config import Device, Sharding
 from twinkle_research.model.facts import Facts
@@ -38,7 +41,8 @@ from twinkle_research.trainer.config import TrainConfig
 class RunPlan:
     """``nproc_per_node`` x ``nodes`` = ``world_size`` processes on ``device``; ``layout`` says how they share the work.
 
-    ``parameters`` and ``memory`` are None where the model is on a hub and not yet here.
+    ``parameters`` and ``memory`` are None where the model is on a hub and not yet here. ``hardware``: the GPUs that it is for,
+    where the config says so.
     """
 
     nodes: int
@@ -49,21 +53,30 @@ class RunPlan:
     parameters: int | None
     trainable: int | None
     memory: Memory | None
+    hardware: Hardware | None = None
+    facts: Facts | None = field(default=None, repr=False)
     warnings: tuple[str, ...] = field(default=())
 
 
 def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> RunPlan:
-    """The plan of a validated config. Raises ConfigError where the processes at hand do not fit ``launch``."""
+    """The plan of a validated config. Raises ConfigError where the processes at hand do not fit ``launch``, or the layout not
+    the GPUs that are planned for."""
     config = cfg if isinstance(cfg, TrainConfig) else to_object(cfg)
     world = world or detect()
     gpus = 0 if config.backend.device is Device.cpu else visible_gpus()
-    if config.backend.device is Device.cuda and gpus == 0:
-        raise ConfigError("backend.device=cuda, but no GPU is visible here; backend.device=auto or cpu runs without one")
+    hardware = hardware_of(config.launch)
+    if not gpus and not config.dry_run:
+        _check_gpus(config, hardware)
+    planned = hardware is not None or config.backend.device is Device.cuda
     nodes, nproc = _processes(config, world, gpus)
     _check_layout(config, nodes * nproc)
     facts = model_facts(config.model)
-    device = "cuda" if gpus else "cpu"
-    memory = None if facts is None else estimate(config, facts, nodes * nproc, on_cpu=not gpus)
+    device = "cuda" if gpus or planned else "cpu"
+    memory = None
+    if facts is not None:
+        memory = estimate(config, facts, nodes * nproc, hardware, on_cpu=device == "cpu")
+        if hardware is not None:
+            _check_fit(config, facts, memory, hardware, nodes, nproc)
     return RunPlan(
         nodes=nodes,
         nproc_per_node=nproc,
@@ -73,8 +86,26 @@ def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> R
         parameters=None if facts is None else facts.parameters,
         trainable=None if facts is None else trainable_parameters(config.adapter, facts),
         memory=memory,
+        hardware=hardware,
+        facts=facts,
         warnings=tuple(_warnings(config, nodes * nproc, nproc, device, memory, facts)),
     )
+
+
+def _check_gpus(config: TrainConfig, hardware: Hardware | None) -> None:
+    if hardware is not None:
+        raise ConfigError(
+            f"launch.gpu={config.launch.gpu.name} plans for GPUs, of which none is visible here; add dry_run=true to see the plan"
+        )
+    if config.backend.device is Device.cuda:
+        raise ConfigError("backend.device=cuda, but no GPU is visible here; backend.device=auto or cpu runs without one")
+
+
+def _check_fit(config: TrainConfig, facts: Facts, memory: Memory, hardware: Hardware, nodes: int, nproc: int) -> None:
+    from twinkle_research.config.jobplan.fit import fits, refusal
+
+    if not fits(memory, config, hardware):
+        raise ConfigError(refusal(config, facts, memory, hardware, nodes, nproc))
 
 
 def _check_layout(config: TrainConfig, processes: int) -> None:
@@ -108,8 +139,15 @@ def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, i
                 f"which started {world.world_size} processes, {nproc} on this machine; leave them out"
             )
         return nodes, nproc
+    if config.dry_run and (launch.nodes > 1 or launch.gpu is not None):
+        return launch.nodes, launch.nproc_per_node or _planned(config, gpus)
     if launch.nodes > 1:
-        raise ConfigError(f"launch.nodes={launch.nodes} needs torchrun or srun on every machine; see slurm/README.md")
+        each = launch.nproc_per_node or PER_MACHINE
+        raise ConfigError(
+            f"launch.nodes={launch.nodes} needs torchrun or srun on every machine: sbatch --nodes={launch.nodes} "
+            f"--ntasks-per-node={each} --gpus-per-node={each} slurm/train.sbatch <the other settings, without launch.*> (see "
+            "slurm/README.md); dry_run=true shows the plan here"
+        )
     nproc = launch.nproc_per_node or default_processes(config.backend, gpus)
     if gpus and nproc > gpus and fewest_processes(config.backend) > gpus:
         raise ConfigError(
@@ -121,6 +159,13 @@ def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, i
             f"launch.nproc_per_node={nproc} needs as many GPUs, but {gpus} are visible; give {gpus}, or backend.device=cpu"
         )
     return 1, nproc
+
+
+def _planned(config: TrainConfig, gpus: int) -> int:
+    """Processes on each machine of a job that is only planned, where the config does not say."""
+    if config.launch.gpu is not None or config.backend.device is Device.cuda:
+        return PER_MACHINE
+    return -(-default_processes(config.backend, gpus) // config.launch.nodes)
 
 
 def visible_gpus() -> int:
@@ -179,6 +224,15 @@ def print_plan(plan: RunPlan, cfg: DictConfig | TrainConfig) -> None:
     console.print(Panel(table, title="run plan", title_align="left", expand=False))
     for warning in plan.warnings:
         console.print(f"note: {warning}", style="yellow")
+    if _has_job_plan(plan, config):
+        from twinkle_research.config.jobplan.report import job_table
+
+        console.print(job_table(plan, config))
+
+
+def _has_job_plan(plan: RunPlan, config: TrainConfig) -> bool:
+    """Whether a second table says what the processes need and send: for GPUs that are named, and before there are several."""
+    return plan.facts is not None and (plan.hardware is not None or (config.dry_run and plan.world_size > 1))
 
 
 def _rows(plan: RunPlan, config: TrainConfig) -> list[tuple[str, str]]:
@@ -195,13 +249,13 @@ def _rows(plan: RunPlan, config: TrainConfig) -> list[tuple[str, str]]:
     ]
     if isinstance(config.rollout, SingleTurnConfig):
         rows.insert(-1, ("rollout", _rollout_text(plan, config)))
-    if plan.memory is not None:
+    if plan.memory is not None and not _has_job_plan(plan, config):
         rows.append(("memory", plan.memory.text()))
     every = "at the end" if config.checkpoint.every is None else f"every {config.checkpoint.every} steps and at the end"
     shown = ["metrics.jsonl", *(["tensorboard"] if tracking.tensorboard else []), *(["report.html"] if tracking.report else [])]
     rows += [
         ("run folder", _folder_text(config)),
-        ("checkpoints", f"{every}, the newest {config.checkpoint.keep} stay"),
+        ("checkpoints", f"{every}, {config.checkpoint.format.value}, the newest {config.checkpoint.keep} stay"),
         ("records", f"{', '.join(shown)}; W&B {_wandb_text(config)}"),
         ("seed", str(config.seed)),
     ]
@@ -209,7 +263,8 @@ def _rows(plan: RunPlan, config: TrainConfig) -> list[tuple[str, str]]:
 
 
 def _model_text(plan: RunPlan, config: TrainConfig) -> str:
-    name = f"{config.model.name} ({config.model.path})" if config.model.path else config.model.name
+    source = config.model.path or config.model.hub_id
+    name = f"{config.model.name} ({source})" if source else config.model.name
     size = "" if plan.parameters is None else f", {count(plan.parameters)} parameters"
     return f"{name}{size}, {config.model.dtype.name}"
 

@@ -24,14 +24,14 @@ def to_object(cfg: DictConfig) -> TrainConfig:
     return config
 
 
-def save_config(cfg: DictConfig | TrainConfig, run_dir: str | Path) -> Path:
-    """Writes ``config.yaml``, resolved. ``schema:`` at its end says which dataclass types each section."""
+def save_config(cfg: DictConfig | TrainConfig, run_dir: str | Path, name: str = FILE_NAME) -> Path:
+    """Writes ``config.yaml`` (or ``name``), resolved. ``schema:`` at its end says which dataclass types each section."""
     node = cfg if isinstance(cfg, DictConfig) else OmegaConf.structured(cfg)
     container = OmegaConf.to_container(node, resolve=True, enum_to_str=True)
     container["schema"] = {group: schema_of(group, OmegaConf.get_type(node, group)).name for group in GROUPS}
-    path = Path(run_dir) / FILE_NAME
+    path = Path(run_dir) / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(FILE_NAME + ".tmp")
+    partial = path.with_name(name + ".tmp")
     partial.write_text(_HEADER + OmegaConf.to_yaml(OmegaConf.create(container)), encoding="utf-8")
     partial.replace(path)
     return path

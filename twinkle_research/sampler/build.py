@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from twinkle_research.model.facts import read_facts
 from twinkle_research.sampler.base import Sampler
 from twinkle_research.sampler.choice import chosen_sampler
-from twinkle_research.sampler.config import SamplerConfig, TransformersSamplerConfig, VLLMSamplerConfig
+from twinkle_research.sampler.config import TransformersSamplerConfig, vllm_config
 
 if TYPE_CHECKING:
     from twinkle_research.distributed.runtime import Runtime
@@ -29,8 +28,3 @@ def build_sampler(cfg: TrainConfig, model: TwinkleModel, template: Template, fol
 
     max_rows = cfg.sampler.max_rows if cfg.sampler.name == "transformers" else TransformersSamplerConfig().max_rows
     return PolicySampler(model, template, runtime, max_rows=max_rows)
-
-
-def vllm_config(config: SamplerConfig) -> VLLMSamplerConfig:
-    """That of sampler=vllm, and for sampler=auto the same with its defaults."""
-    return config if isinstance(config, VLLMSamplerConfig) else VLLMSamplerConfig(**asdict(config) | {"name": "vllm"})

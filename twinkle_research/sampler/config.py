@@ -1,6 +1,6 @@
 """Config of the samplers."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import List, Optional
 
@@ -81,3 +81,8 @@ class VLLMSamplerConfig(SamplerConfig):
     lora: LoraSync = LoraSync.merge
     # After each push compare checksums of all weights, and log-probabilities of a short text, with the trainer's.
     canary: bool = True
+
+
+def vllm_config(config: SamplerConfig) -> VLLMSamplerConfig:
+    """That of sampler=vllm, and for sampler=auto the same with its defaults."""
+    return config if isinstance(config, VLLMSamplerConfig) else VLLMSamplerConfig(**asdict(config) | {"name": "vllm"})

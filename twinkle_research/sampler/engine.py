@@ -13,11 +13,12 @@ import torch
 
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import UserError
-from twinkle_research.model.facts import Facts, read_facts, read_json
+from twinkle_research.model.facts import read_facts, read_json
 from twinkle_research.sampler.choice import vllm_obstacle
 from twinkle_research.sampler.draws import Uniforms
 from twinkle_research.sampler.isolation import contained_construction, isolated_generators, shut_down
 from twinkle_research.sampler.keyed import Draws, KeyedDraw
+from twinkle_research.sampler.kv_cache import CPU_BLOCK, GIB, cpu_cache_bytes
 from twinkle_research.sampler.vllm_env import TESTED_VERSION, engine_environment
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
 
-GIB = 2**30
-_CPU_BLOCK = 32  # tokens of a KV block; the CPU's attention takes multiples of 32
-_USUAL_PROMPT, _USUAL_CONTEXT = 256, 8192  # tokens, for the size of a CPU's KV cache
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's kernels
 
 log = logging.getLogger(__name__)
@@ -267,8 +265,11 @@ def _arguments(folder: str | Path, runtime: Runtime, options: EngineOptions) -> 
         arguments["max_model_len"] = options.max_model_len
     kv_bytes = None if options.kv_cache_gib is None else int(options.kv_cache_gib * GIB)
     if runtime.device.type == "cpu":
-        kv_bytes = kv_bytes or _kv_bytes(read_facts(folder), options)
-        arguments |= {"block_size": _CPU_BLOCK, "enforce_eager": True}
+        kv_bytes = kv_bytes or cpu_cache_bytes(
+            read_facts(folder), getattr(torch, options.dtype).itemsize, tensor_parallel=options.tensor_parallel,
+            max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs, expected_tokens=options.expected_tokens,
+        )  # fmt: skip
+        arguments |= {"block_size": CPU_BLOCK, "enforce_eager": True}
     else:
         arguments |= {
             "gpu_memory_utilization": options.gpu_memory_utilization, "enable_sleep_mode": options.sleep_level > 0,
@@ -281,15 +282,3 @@ def _arguments(folder: str | Path, runtime: Runtime, options: EngineOptions) -> 
         rank = next((r for r in _LORA_RANKS if r >= options.max_lora_rank), options.max_lora_rank)
         arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 2}
     return arguments
-
-
-def _kv_bytes(facts: Facts, options: EngineOptions) -> int:
-    """What the completions need, up to 1 GiB, but at least one context."""
-    heads = -(-facts.num_kv_heads // options.tensor_parallel)
-    per_token = 2 * facts.num_layers * heads * facts.head_dim * getattr(torch, options.dtype).itemsize
-    if not per_token:  # an architecture of another kind
-        return GIB
-    context = options.max_model_len or facts.max_positions or _USUAL_CONTEXT
-    several = min(options.max_num_seqs * (options.expected_tokens + _USUAL_PROMPT), GIB // per_token)
-    blocks = -(-max(context, several) // _CPU_BLOCK) + 2  # one is never used
-    return blocks * _CPU_BLOCK * per_token

@@ -101,8 +101,8 @@ def _find_checkpoint(folder: Path, base: str | None) -> Target:
     reader = CheckpointReader(checkpoint)
     reader.verify("size")
     if reader.has("model"):
-        return Target(reader.resolve("model"), None, config, name)
-    adapter = reader.resolve("adapter")
+        return Target(reader.hugging_face_folder("model"), None, config, name)
+    adapter = reader.hugging_face_folder("adapter")
     if base is None and config is not None:
         return Target(resolve_model_folder(config.model), adapter, config, name)
     return replace(_find_adapter(adapter, base), config=config, name=name)

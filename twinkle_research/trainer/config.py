@@ -133,11 +133,27 @@ class NoneConfig:
     name: str = "none"
 
 
+class Gpu(Enum):
+    """Kinds of GPU that the plan knows; their facts are in distributed/gpus.py."""
+
+    a100_80gb = "a100_80gb"
+    h100_80gb = "h100_80gb"
+    h200_141gb = "h200_141gb"
+    b200_180gb = "b200_180gb"
+
+
 @dataclass
 class LaunchConfig:
-    # null: what the layout needs on this machine.
+    # null: what the layout needs on this machine; in a dry run for a `gpu` 8.
     nproc_per_node: Optional[int] = None
     nodes: int = 1
+    # GPUs of the job. The plan then says what fits on them, and in what time; in a dry run they need not be here.
+    gpu: Optional[Gpu] = None
+    # Memory of one of them. null: that of `gpu`.
+    gpu_memory_gib: Optional[float] = None
+    # GB/s that a GPU sends to the others of its machine, and to those of other machines. null: those of `gpu`.
+    node_gbytes: Optional[float] = None
+    network_gbytes: Optional[float] = None
     # CPU threads of each process. null: cores / processes on CPU; left alone on GPU.
     threads: Optional[int] = None
     # How long a rank waits for the others before the run fails.

@@ -219,6 +219,22 @@ def process_lives(holder: dict[str, Any]) -> bool:
     return start is not None and holder.get("started", start) == start
 
 
+def is_held(path: Path) -> bool:
+    """Whether somebody writes to the folder of this lock file: a live process here, or one elsewhere whose heartbeat is fresh.
+    Only looks."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        holder = read_holder(fd)
+        if holder is None:
+            return False
+        return process_lives(holder) if same_machine(holder) else time.time() - os.fstat(fd).st_mtime < STALE_SECONDS
+    finally:
+        os.close(fd)
+
+
 def earlier_attempt(holder: dict[str, Any]) -> bool:
     """Slurm starts a requeued job only after its last attempt is gone."""
     own = job_identity()

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-# Dense bf16 peak of one device in FLOP/s, from the vendors' data sheets. Utilisation is null on any other device.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+from twinkle_research.distributed.gpus import GPUS
+
+# Dense bf16 peak of one device in FLOP/s. Utilisation is null on any other device.
+PEAK_FLOPS = {gpu.name: gpu.flops for gpu in GPUS.values()}
 
 
 class StepClock:
