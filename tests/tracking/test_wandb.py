@@ -112,6 +112,21 @@ def test_crash_before_the_first_checkpoint_keeps_the_run(launch, tmp_path, crash
     assert steps(offline_rows(run)) == [0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_scheduler_that_ends_wandbs_own_process(launch, tmp_path, server, mode):
+    """Another one gets the rest of the rows, each once, and the run is closed as preempting."""
+    where = {"url": server.url} if mode == "online" else {}
+    launch(first=1, last=3, recorded=True, wandb_ends_at=6, state="stopped", **where)
+    if mode == "online":
+        (run,) = server.runs.values()
+        assert steps(run["history"]) == [1, 2, 3, 4, 5, 6]
+        return
+    assert steps(offline_rows(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    assert tables(offline_rows(tmp_path / "run")) == [2, 4, 6]
+    kinds = [{record.WhichOneof("record_type") for record in read_records(path)} for path in attempts(tmp_path / "run")]
+    assert ["preempting" in kind for kind in kinds] == [False, True]
+
+
 def test_rows_lost_by_the_kill_are_sent_on_resume(launch, tmp_path):
     """Killed at once: wandb has written nothing yet, but the checkpoint at step 3 has these steps behind it."""
     launch(first=1, last=3, kill=True)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from children import children_of, is_running, wait_until
+
 from twinkle_research.tracking import build, wandb
 from twinkle_research.tracking.config import Progress, TrackingConfig, WandbConfig, WandbMode
 from twinkle_research.tracking.wandb_log import recorded_rows
@@ -57,6 +59,13 @@ def wait_until_recorded(tracker: build.Tracker, last: int) -> None:
     raise TimeoutError(f"step {last} is not in the .wandb file after 60 s")
 
 
+def end_wandb() -> None:
+    """SIGTERM for W&B's own process, as a scheduler sends it to all processes of a job."""
+    (pid,) = (pid for pid in children_of(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(pid, signal.SIGTERM)
+    wait_until(lambda: not is_running(pid))
+
+
 def main(options: dict) -> None:
     folder = Path(options["folder"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +87,9 @@ def main(options: dict) -> None:
         wait_until_recorded(tracker, options["last"])
     if options.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if "wandb_ends_at" in options:
+        end_wandb()
+        seconds += train(tracker, options["last"] + 1, options["wandb_ends_at"], **what)
     begun = time.perf_counter()
     tracker.finish(options.get("state", "finished"))
     finished = time.perf_counter() - begun
@@ -91,7 +103,7 @@ def launcher(folder: Path) -> Callable[..., subprocess.CompletedProcess]:
 
     def launch(*, url: str | None = None, **options) -> subprocess.CompletedProcess:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
-        environment |= {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment |= {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
         if url:
             environment |= {"WANDB_BASE_URL": url, "WANDB_API_KEY": API_KEY}
         options = {"folder": str(folder / "run"), "mode": "online" if url else "offline"} | options

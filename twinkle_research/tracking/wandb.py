@@ -10,9 +10,11 @@ Sample tables have a thread of their own: before each, the client asks the serve
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -108,6 +110,7 @@ class WandbTracker:
         self.message = message
         self._server_step: int | None = None
         self._given_up = False
+        self._ending: str | None = None  # how the run has ended, once that is known
         self._queue: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         # What is before the checkpoint is read now: these files grow from here on.
         self._before = self._rows_before() if resume_step else []
@@ -137,7 +140,10 @@ class WandbTracker:
 
     def _guarded(self) -> None:
         try:
-            self._work()
+            try:
+                self._work()
+            except ConnectionError:
+                self._close_with_another()
         except Exception as error:  # a third party's service must never end a training run
             if not self._given_up:
                 self.message(
@@ -154,6 +160,7 @@ class WandbTracker:
         while True:
             kind, *content = self._queue.get()
             if kind == "finish":
+                self._ending = content[0]
                 break
             step, content = content[0], content[1:]
             known = recorded.get(step, {}) if step in arrived else None  # what W&B has of this step
@@ -162,7 +169,26 @@ class WandbTracker:
             if kind == "step" and (known is None or (known and not same_values(content[0], known))):
                 log_values(run, content[0] | content[1])
         tables.finish()
-        self._end(run, content[0])
+        self._end(run, self._ending)
+
+    def _close_with_another(self) -> None:
+        """W&B's own process is gone: a scheduler that ends a job sends SIGTERM to all its processes, and that one leaves at once.
+        When the run ends, another one takes what W&B lacks, and is told how it ended."""
+        import wandb
+
+        while self._ending is None:
+            kind, *content = self._queue.get()
+            if kind == "finish":
+                self._ending = content[0]
+        with contextlib.suppress(ConnectionError):
+            wandb.teardown()
+        self.resume_step = sys.maxsize
+        self._before = self._rows_before()
+        run = self._start()
+        tables = TableSender(run, self.message)
+        self._send_missing(run, tables, self._arrived(recorded_rows(self.folder / "wandb", self.run_id, after=self.resume_step)))
+        tables.finish()
+        self._end(run, self._ending)
 
     def _start(self) -> wandb.Run:
         import wandb
@@ -205,6 +231,7 @@ class WandbTracker:
             tags=identity.tags,
             id=self.run_id,
             resume="allow",
+            reinit="create_new",  # also beside a run whose process is gone
             dir=str(self.folder),
             settings=settings,
         )
