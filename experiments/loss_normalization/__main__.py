@@ -3,18 +3,21 @@
 python -m experiments.loss_normalization
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 import random
 import statistics
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+from experiments.common import COLORS, Study, curve, new_figure, run_all, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 TASKS = ("short", "long")
-NORMALIZATIONS = ("token", "sequence")
+MICRO_BATCH = 4  # rows; that of the runs that others are compared with
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -40,125 +43,100 @@ def write_data(folder: Path, train_rows: int, held_out_rows: int) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def train_py(*overrides: str) -> None:
-    command = [
-        sys.executable,
-        "train.py",
-        "tracking.progress=none",
-        "tracking.tensorboard=false",
-        "tracking.report=false",
-        *overrides,
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if result.returncode != 0:
-        sys.exit(f"{' '.join(command)}\n{result.stdout}{result.stderr}")
+def measure(
+    work: Path, normalizations: list[str], seeds: list[int], steps: int, cut_steps: int, micro_batches: list[int]
+) -> dict[str, Any]:
+    """``cut_steps``: length of the runs that are cut otherwise. The schedule is constant, so a short run must follow the
+    beginning of a long one."""
+    data = work / "data"
+    write_data(data, train_rows=16 * steps, held_out_rows=64)
+    shared = ("model=tiny", "adapter=none", "data=jsonl")
+    long_runs = [(normalization, seed, MICRO_BATCH) for normalization in normalizations for seed in seeds]
+    short_runs = [(normalization, seeds[0], size) for normalization in normalizations for size in micro_batches]
+    folders = {run: work / "{}-seed{}-mb{}".format(*run) for run in long_runs + short_runs}
 
+    def training(normalization: str, seed: int, micro_batch: int) -> list[str]:
+        return [
+            *(*shared, f"data.path={data / 'train.jsonl'}", f"data.eval_path={data / 'short.jsonl'}"),
+            *(f"trainer.eval_every={max(1, steps // 10)}", f"loss.normalization={normalization}"),
+            *(f"trainer.max_steps={steps if micro_batch == MICRO_BATCH else cut_steps}", "trainer.batch_size=16"),
+            *(f"trainer.micro_batch_size={micro_batch}", "optimizer.lr=2e-3", f"seed={seed}"),
+        ]
 
-def train(work: Path, normalization: str, seed: int, micro_batch: int, steps: int) -> Path:
-    """One training run; a folder that holds a finished one is left as it is."""
-    run = work / f"{normalization}-seed{seed}-mb{micro_batch}"
-    train_py(
-        *("model=tiny", "adapter=none", "data=jsonl", f"data.path={work / 'data' / 'train.jsonl'}"),
-        *(f"data.eval_path={work / 'data' / 'short.jsonl'}", "trainer.eval_every=20"),
-        *(f"loss.normalization={normalization}", f"trainer.max_steps={steps}", "trainer.batch_size=16"),
-        *(f"trainer.micro_batch_size={micro_batch}", "optimizer.lr=2e-3", f"seed={seed}", f"run_dir={run}"),
-    )
-    return run
-
-
-def held_out_loss(run: Path, work: Path, task: str) -> float:
-    """Nats per answer token on the held-out rows of one task."""
-    path = work / "data" / f"{task}.jsonl"
-    train_py(
-        *("model=tiny", "adapter=none", "data=jsonl", f"data.path={path}", f"data.eval_path={path}"),
-        *("eval_only=true", f"resume={run}", f"run_dir={run}-{task}"),
-    )
-    return json.loads((Path(f"{run}-{task}") / "evaluation.json").read_text())["eval/loss"]
-
-
-def curve(run: Path, name: str = "loss") -> dict[int, float]:
-    """step -> value of one metric, for the steps that have it."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[name] for row in rows if name in row}
-
-
-def compare(work: Path, steps: int, seeds: list[int]) -> list[dict]:
-    """Held-out loss of both tasks for each normalisation, mean and spread over the seeds."""
-    table = []
-    for normalization in NORMALIZATIONS:
-        runs = [train(work, normalization, seed, 4, steps) for seed in seeds]
-        row = {"normalization": normalization}
-        for task in TASKS:
-            losses = [held_out_loss(run, work, task) for run in runs]
-            row[task] = {"mean": statistics.mean(losses), "min": min(losses), "max": max(losses)}
-        table.append(row)
-    return table
-
-
-def cut(work: Path, seed: int, micro_batches: list[int], steps: int = 50) -> list[dict]:
-    """How far the training loss moves from that of micro-batches of 4 rows when the same batch is cut differently.
-
-    The schedule is constant, so a short run must follow the beginning of the long one.
-    """
-    table = []
-    for normalization in NORMALIZATIONS:
-        reference = curve(work / f"{normalization}-seed{seed}-mb4")
-        for size in micro_batches:
-            other = curve(train(work, normalization, seed, size, steps))
-            gaps = [abs(loss - reference[step]) / reference[step] for step, loss in other.items()]
-            row = {"normalization": normalization, "micro_batch_size": size}
-            table.append(row | {"first_10_steps": max(gaps[:10]), f"step_{steps}": gaps[-1]})
-    return table
-
-
-def plot(work: Path, seeds: list[int]) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "loss_normalization"  # the same picture is the same file
-    figure, axes = plt.subplots(figsize=(6, 3.2))
-    for color, normalization in zip(("tab:blue", "tab:orange"), NORMALIZATIONS, strict=True):
-        for seed in seeds:
-            losses = curve(work / f"{normalization}-seed{seed}-mb4", "eval/loss")
-            label = normalization if seed == seeds[0] else None
-            axes.plot(losses.keys(), losses.values(), color=color, alpha=0.7, lw=1, label=label)
-    axes.set(xlabel="optimizer step", ylabel="held-out loss of short answers, nats")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(HERE / "curves.svg", metadata={"Date": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "loss_normalization", help="where the runs are kept")
-    args = parser.parse_args()
-
-    work = args.work.resolve()
-    write_data(work / "data", train_rows=16 * args.steps, held_out_rows=64)
-    result = {
-        "steps": args.steps,
-        "seeds": args.seeds,
-        "held_out_loss": compare(work, args.steps, args.seeds),
-        "cut": cut(work, args.seeds[0], args.micro_batches),
+    run_all({folders[run]: training(*run) for run in folders})
+    # The other task's held-out loss: an evaluation of the finished run.
+    words = [*shared, f"data.path={data / 'long.jsonl'}", f"data.eval_path={data / 'long.jsonl'}", "eval_only=true"]
+    judged = {run: work / f"{folders[run].name}-long" for run in long_runs}
+    run_all({judged[run]: [*words, f"resume={folders[run]}"] for run in long_runs})
+    return {
+        "steps": steps,
+        "normalizations": normalizations,
+        "seeds": seeds,
+        "held_out": [held_out(n, [(folders[run], judged[run]) for run in long_runs if run[0] == n]) for n in normalizations],
+        "curves": [learning(run, folders[run]) for run in long_runs],
+        "cut": [gap(run, folders[run], folders[(*run[:2], MICRO_BATCH)]) for run in short_runs],
     }
-    plot(work, args.seeds)
-    (HERE / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
-    print("held-out loss, nats per token (min to max over seeds)")
-    for row in result["held_out_loss"]:
-        cells = [f"{task} {row[task]['mean']:.4f} ({row[task]['min']:.4f} to {row[task]['max']:.4f})" for task in TASKS]
-        print(f"  {row['normalization']:9}{'   '.join(cells)}")
-    print("relative change of the training loss against micro_batch_size=4")
-    for row in result["cut"]:
-        name = f"{row['normalization']:9}micro_batch_size={row['micro_batch_size']:<3}"
-        gaps = "   ".join(f"{key} {value:.1e}" for key, value in row.items() if "step" in key)
-        print(f"  {name} {gaps}")
 
+def held_out(normalization: str, runs: list[tuple[Path, Path]]) -> dict[str, Any]:
+    """The losses after training, from the least to the largest. ``runs``: the run and its evaluation on long answers."""
+    losses = {
+        "short": [list(curve(run, "eval/loss").values())[-1] for run, _ in runs],
+        "long": [json.loads((judged / "evaluation.json").read_text())["eval/loss"] for _, judged in runs],
+    }
+    return {"normalization": normalization} | {task: sorted(values) for task, values in losses.items()}
+
+
+def learning(run: tuple[str, int, int], folder: Path) -> dict[str, Any]:
+    losses = curve(folder, "eval/loss")
+    return {"normalization": run[0], "seed": run[1], "eval_steps": list(losses), "short": list(losses.values())}
+
+
+def gap(run: tuple[str, int, int], folder: Path, whole: Path) -> dict[str, Any]:
+    """How far the training loss is from that of the run which is cut into micro-batches of MICRO_BATCH rows."""
+    reference = curve(whole, "loss")
+    gaps = [abs(loss - reference[step]) / reference[step] for step, loss in curve(folder, "loss").items()]
+    return {"normalization": run[0], "micro_batch_size": run[2], "first_10_steps": max(gaps[:10]), "last_step": gaps[-1]}
+
+
+# --- tables and plot --------------------------------------------------------------------------------------------------
+
+
+def tables(result: dict[str, Any]) -> dict[str, str]:
+    def cell(losses: list[float]) -> str:
+        return f"{statistics.mean(losses):.2f} ({min(losses):.2f} to {max(losses):.2f})"
+
+    losses = [[f"`{row['normalization']}`", *(cell(row[task]) for task in TASKS)] for row in result["held_out"]]
+    cut = [
+        [f"`{c['normalization']}`", str(c["micro_batch_size"]), f"{c['first_10_steps']:.0e}", f"{c['last_step']:.0e}"]
+        for c in result["cut"]
+    ]
+    return {
+        "held_out": table(["normalisation", "short answers", "long answers"], losses),
+        "cut": table(["normalisation", "micro-batch size", "largest of the first 10 steps", "last step"], cut),
+    }
+
+
+def plot(result: dict[str, Any]) -> Figure:
+    figure, axes = new_figure(1, 6, 3.4)
+    for color, normalization in zip(COLORS, result["normalizations"], strict=False):
+        runs = [run for run in result["curves"] if run["normalization"] == normalization]
+        for run in runs:
+            label = normalization if run is runs[0] else None
+            axes.plot(run["eval_steps"], run["short"], color=color, alpha=0.8, linewidth=1.2, label=label)
+    axes.set(xlabel="optimizer step", ylabel="held-out loss of short answers,\nnats per token")
+    axes.legend(title="one line a seed", frameon=False)
+    return figure
+
+
+STUDY = Study(
+    folder=Path(__file__).resolve().parent,
+    measure=measure,
+    tables=tables,
+    plot=plot,
+    full={"normalizations": ["token", "sequence"], "seeds": [0, 1, 2], "steps": 200, "cut_steps": 50, "micro_batches": [1, 16]},
+    short={"normalizations": ["sequence"], "seeds": [0], "steps": 2, "cut_steps": 2, "micro_batches": [16]},
+)
 
 if __name__ == "__main__":
-    main()
+    STUDY.main()
