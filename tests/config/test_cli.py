@@ -210,7 +210,7 @@ def test_a_sweep_named_in_a_file_is_a_sweep(started: list, tmp_path: Path) -> No
 def test_help_names_groups_options_and_keys() -> None:
     text = help_text([])
     for expected in (
-        "smollm2_135m | hf | tiny",
+        "smollm2_135m | hf | llama3_1_70b",
         "adamw | adam | adamw_preference | adamw_rl | muon | sgd",
         "own_data",
         "run_dir=null",

@@ -13,9 +13,8 @@ from twinkle_research.model.config import ModelConfig
 from twinkle_research.model.facts import read_facts
 from twinkle_research.model.prepare import model_facts, prepare
 from twinkle_research.sampler import choice
-from twinkle_research.sampler.config import vllm_config
 from twinkle_research.sampler.choice import chosen_sampler
-from twinkle_research.sampler.config import AutoSamplerConfig, TransformersSamplerConfig, VLLMSamplerConfig
+from twinkle_research.sampler.config import AutoSamplerConfig, TransformersSamplerConfig, VLLMSamplerConfig, vllm_config
 from twinkle_research.sampler.stops import unescape
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from runs import RL, rows, train_in_child
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,6 +14,7 @@ from twinkle_research.tracking.config import WandbMode
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.tracking.files import RunFiles, plain_row
 from twinkle_research.tracking.progress import BarProgress, PlainProgress, QuietProgress, build_progress
+from twinkle_research.tracking.rundata import SWEEP
 from twinkle_research.tracking.summary import closing_summary
 from twinkle_research.tracking.tensorboard import TensorBoardTracker
 from twinkle_research.tracking.wandb import WandbIdentity, WandbTracker, choose_run_id
@@ -154,11 +155,11 @@ def build_tracker(
 
 
 def wandb_identity(cfg: TrainConfig, root: Path) -> WandbIdentity:
-    """Name and group from the folder where the config gives none; a job of a sweep (``sweeps/<stamp>/<number>``) is
+    """Name and group from the folder where the config gives none; a job of a sweep (``<sweep>/<number>``) is named after and
     grouped by its sweep."""
     wandb = cfg.tracking.wandb
     root = root.resolve()
-    in_sweep = root.name.isdigit() and root.parent.parent.name == "sweeps"
+    in_sweep = root.name.isdigit() and (root.parent.parent.name == "sweeps" or (root.parent / SWEEP).is_file())
     name = f"{root.parent.name}-{root.name}" if in_sweep else root.name
     group = root.parent.name if in_sweep else None
     return WandbIdentity(

@@ -11,7 +11,7 @@ from twinkle_research.tracking.charts import info, metric_names, series, summari
 from twinkle_research.tracking.progress import format_duration
 from twinkle_research.tracking.rundata import RunData, differing_keys
 
-STATE_SIGNS = {"finished": "✓", "running": "●", "failed": "✕", "stopped": "❚❚"}
+STATE_SIGNS = {"finished": "✓", "running": "●", "failed": "✕", "stopped": "❚❚", "killed": "✕", "waiting": "○"}
 
 # Shown under the name of the run: label and the keys whose values are joined; what a run does not have is left out.
 KEY_SETTINGS = (
@@ -233,11 +233,11 @@ def chart_section(charts: list[dict[str, Any]], group: str, title: str) -> str:
     return f'<h2>{esc(title)}</h2><div class="grid">{figures}</div>' if figures else ""
 
 
-def body(runs: list[RunData], charts: list[dict[str, Any]], samples: bool) -> str:
-    """The page's content for one run or several."""
-    parts = [header(runs[0]), cards(runs[0])]
+def body(runs: list[RunData], charts: list[dict[str, Any]], samples: bool, sweep: str = "") -> str:
+    """The page's content for one run or several. ``sweep``: a section on the sweep that they are the jobs of."""
+    parts = [header(runs[0]), sweep, cards(runs[0])]
     if len(runs) > 1:
-        parts = [comparison_header(runs), final_table(runs), differences(runs)]
+        parts = [comparison_header(runs), sweep, final_table(runs), differences(runs)]
     if charts:
         parts.append(f'<section id="charts">{CONTROLS}{chart_section(charts, "learning", "Learning")}</section>')
     else:

@@ -15,6 +15,7 @@ from twinkle_research.tracking import page
 from twinkle_research.tracking.charts import charts, progress_axes
 from twinkle_research.tracking.files import write_atomic
 from twinkle_research.tracking.rundata import RunData, find_runs, load_runs
+from twinkle_research.tracking.sweeppage import SweepJobs, load_jobs, sweep_section
 
 # Characters of answers in the page. Beyond it, evaluations between the first and the last are left out.
 MAX_SAMPLE_CHARACTERS = 600_000
@@ -40,11 +41,12 @@ def write_report(
         runs[0].status = runs[0].status | {"state": state, "objective": objective, "time": now}
         if error is not None:
             runs[0].status["message"] = f"{type(error).__name__}: {error}" if not isinstance(error, UserError) else str(error)
-    write_atomic(out, build_page(runs).encode("utf-8", errors="replace"))
+    sweep = load_jobs(folders[0]) if len(folders) == 1 else None
+    write_atomic(out, build_page(runs, sweep).encode("utf-8", errors="replace"))
     return out
 
 
-def build_page(runs: list[RunData]) -> str:
+def build_page(runs: list[RunData], sweep: SweepJobs | None = None) -> str:
     data = {
         "runs": [{"name": run.name, "axes": progress_axes(run)} for run in runs],
         "charts": charts(runs),
@@ -53,7 +55,7 @@ def build_page(runs: list[RunData]) -> str:
     script = "\n".join(asset(name) for name in ("report_tools.js", "report_charts.js", "report_page.js"))
     return page.document(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared",
-        body=page.body(runs, data["charts"], any(data["samples"])),
+        body=page.body(runs, data["charts"], any(data["samples"]), sweep_section(sweep, runs) if sweep is not None else ""),
         data=embed(data),
         style=asset("report.css"),
         script=f'"use strict";\n(() => {{\n{script}}})();\n',

@@ -13,6 +13,8 @@ import yaml
 from twinkle_research.errors import UserError
 from twinkle_research.tracking.files import METRICS, SAMPLES, TIMING, read_rows
 
+SWEEP = "sweep.json"  # lists the jobs of a sweep, in its folder
+
 
 @dataclass
 class RunData:
