@@ -22,7 +22,10 @@ def commands(start: str) -> list[str]:
     return [line.strip().split("  #")[0].strip() for line in lines if line.startswith(f"    {start} ")]
 
 
-@pytest.mark.parametrize("command", [c for c in commands("python train.py") if "eval_only" not in c])
+NOT_DRY = ("eval_only", "hydra/sweeper=optuna")  # these need a run, and a study has no jobs before it begins
+
+
+@pytest.mark.parametrize("command", [c for c in commands("python train.py") if not any(word in c for word in NOT_DRY)])
 def test_train_commands_compose(command, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name in ("rows", "a", "b", "train", "test", "prompts", "pairs"):
