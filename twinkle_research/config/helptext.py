@@ -9,7 +9,7 @@ from twinkle_research.config.schema import GROUPS, config_dir, options, root_lea
 from twinkle_research.errors import ConfigError, nearest
 
 _INTRO = """\
-train.py: fine-tunes a language model.
+train.py: post-trains a language model, on answers that are given or by reinforcement.
 
   python train.py                      a LoRA on SmolLM2-135M learns who it is (a minute or two on a CPU)
   python train.py <group>=<option> <key>=<value> ...
@@ -25,7 +25,7 @@ Examples
   python train.py loss=grpo                                             reinforcement: a tiny model learns to add
   python train.py launch.nproc_per_node=2                               two processes, data-parallel
   python train.py -m optimizer.lr=1e-4,3e-4 adapter.r=8,16              four runs, one after another, below sweeps/
-  python train.py -m seed=0,1,2,3 hydra/launcher=joblib hydra.launcher.n_jobs=2       two at once; submitit_slurm: batch jobs
+  python train.py -m seed=0,1,2,3 hydra/launcher=joblib hydra.launcher.n_jobs=2    two at once (submitit_slurm: jobs)
   python train.py -m hydra/sweeper=optuna optimizer.lr='tag(log,interval(1e-5,1e-3))'  a study that looks for the best
 
 More
@@ -39,9 +39,9 @@ More
 Beside training
   python -m twinkle_research.chat <run_dir>                talk to what a run has trained
   python -m twinkle_research.report <run_dir>...           one page of plots; compares several runs
-  python -m twinkle_research.sweep status|best|resume <sweep_dir>     the jobs of a sweep; runs those that have not finished
+  python -m twinkle_research.sweep status|best|resume <sweep_dir>      the jobs of a sweep; goes on with it
   python -m twinkle_research.checkpoint --help             inspect, verify, convert, merge, to-hf
-  python -m twinkle_research.model prepare model=<name> out=<folder>     a shipped model as a Hugging Face folder
+  python -m twinkle_research.model prepare model=<name> out=<folder>       a shipped model as a Hugging Face folder
 
 Values: null means none; lists are [a,b]; text with commas is quoted twice: "data.default_system='Be brief, please.'"
 Exit codes: 0 done, 1 the run failed, 2 the configuration is wrong, 75 stopped by a signal after saving (run the same
