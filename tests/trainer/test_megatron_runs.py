@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from runs import RL, TINY, rows, train_in_child
+
 from twinkle_research.checkpoint.format import CheckpointReader
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]

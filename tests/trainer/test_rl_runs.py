@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from runs import RL, rows, train_in_child
 
 ROOT = Path(__file__).resolve().parents[2]
