@@ -94,9 +94,6 @@ def test_bad_loss_inputs_are_named() -> None:
         collate([{**TWO[0], "row": "r:1"}], old_logps=[[1.0, 2.0, 3.0]])
     with pytest.raises(DataError, match="advantages has 1 entries for 2 rows"):
         collate(TWO, advantages=[1.0])
-    for bad in (math.nan, math.inf):
-        with pytest.raises(DataError, match=f"advantages of row 1 has {bad} at a trained position"):
-            collate(TWO, advantages=[1.0, bad])
     with pytest.raises(ConfigError, match="unknown loss input 'advantage': did you mean 'advantages'"):
         collate(TWO, advantage=[1.0, 1.0])
     with pytest.raises(ValueError, match="at least one feature"):

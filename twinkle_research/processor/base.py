@@ -158,7 +158,7 @@ class InputProcessor:
 
         ``loss_inputs``: by the names of LOSS_INPUTS, each with one entry a feature: a scalar (spread
         over the trained positions), a list as long as the feature's trained positions (a response), or a list as long
-        as the feature. Values at positions that are not trained are set to 0; at the others they must be finite.
+        as the feature. Values at positions that are not trained are set to 0.
         """
         if not features:
             raise ValueError("collate needs at least one feature")
@@ -302,7 +302,4 @@ def _pad_loss_input(name: str, values: Any, batch: Batch) -> Tensor:
                 f"{name} of {_name(batch, i)} has shape {tuple(value.shape)}; expected a scalar, "
                 f"{count} values (trained positions) or {document.length} values (the whole row)"
             )
-        if not part.isfinite().all():
-            wrong = part[~part.isfinite()][0].item()
-            raise DataError(f"{name} of {_name(batch, i)} has {wrong} at a trained position; expected finite numbers")
     return out

@@ -25,8 +25,10 @@ SHARED = {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1], "tie_wo
 MODELS = {
     "deepseek": ("DeepseekV2", LATENT, torch.float32),
     "deepseek_queries": ("DeepseekV2", {**LATENT, "q_lora_rank": 16, "first_k_dense_replace": 0}, torch.bfloat16),
+    "gemma": ("Gemma", {"tie_word_embeddings": True, "head_dim": 16, "num_key_value_heads": 1}, torch.float32),
     "gemma2": ("Gemma2", {"tie_word_embeddings": False, "head_dim": 8, "sliding_window": 8}, torch.bfloat16),
     "gemma3": ("Gemma3", {"tie_word_embeddings": False, "head_dim": 24, "sliding_window": 8, "vocab_size": 251}, torch.float32),
+    "granite": ("Granite", {"tie_word_embeddings": True, "attention_bias": True, "vocab_size": 249}, torch.bfloat16),
     "llama_biased": (
         "Llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True, "vocab_size": 253}, torch.float32,
     ),
