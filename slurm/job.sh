@@ -11,6 +11,10 @@ submit() {
     local script="$1" options=() job
     shift
     source "$TWINKLE_HOME/slurm/env.sh"
+    if ! command -v sbatch >/dev/null; then
+        echo "there is no sbatch here: submit from a machine of the cluster; without Slurm: python train.py ..." >&2
+        exit 2
+    fi
     while [ $# -gt 0 ]; do
         case "$1" in
             -*) ;;
