@@ -83,6 +83,10 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["tensor_parallel=2", "launch.nproc_per_node=3"], "= 2 x 1 x 1 = 2 must divide the 3 processes; start 2 or 4 of them"),
         (["pipeline_parallel=4", "launch.nproc_per_node=2"], "= 4 must divide the 2 processes; start 4 of them (launch."),
         (["context_parallel=4", "launch.nproc_per_node=7"], "= 4 must divide the 7 processes; start 4 or 8 of them"),
+        (
+            ["tensor_parallel=2", "launch.nodes=3", "launch.nproc_per_node=3"],
+            "must divide the 9 processes; start 2 or 4 of them (launch.nproc_per_node, on each of the 3 machines)",
+        ),
         (["tensor_parallel=2", "loss=grpo", "sampler=vllm", "sampler.tensor_parallel=4"], "give launch.nproc_per_node=4"),
     ],
 )  # fmt: skip
@@ -101,6 +105,14 @@ def test_refused(texts: list[str], expected: str) -> None:
         (
             ["expert_tensor_parallel=5"],
             r"divide the 12 columns of each expert of .* backend.expert_tensor_parallel=4 or 6",
+        ),
+        (  # More processes than a machine has GPUs.
+            ["expert_parallel=16", "device=auto", "launch.nproc_per_node=8"],
+            r"give expert_parallel=8, or start 8 of them on each machine \(launch.nproc_per_node\) with launch.nodes=2$",
+        ),
+        (
+            ["expert_parallel=16", "device=auto", "launch.nodes=3", "launch.nproc_per_node=7"],
+            r"start 8 of them on each machine \(launch.nproc_per_node\) with launch.nodes=2 or 4$",
         ),
         (["tensor_parallel=2", "sequence_parallel=false"], "does not train experts, which"),
         # The first layer has no experts, so that its 48 columns count, too.
@@ -183,7 +195,7 @@ def test_processes_started_by_others() -> None:
     world = WorldInfo("torchrun", rank=0, world_size=8, local_world_size=4, job_key="x")
     assert plan("tensor_parallel=2", world=world).layout == "tensor 2 x data 4 (2 machines x 4)"
     text = refusal("pipeline_parallel=4", world=WorldInfo("torchrun", rank=0, world_size=6, local_world_size=3, job_key="x"))
-    assert "= 4 must divide the 6 processes; start 4 or 8" in text
+    assert "= 4 must divide the 6 processes; start 2 or 4 of them (launch.nproc_per_node, on each of the 2 machines)" in text
 
 
 def test_all_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

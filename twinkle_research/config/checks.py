@@ -185,7 +185,7 @@ RANGES = {
     "checkpoint.keep": Range(1),
     "tracking.log_every": Range(1),
     "launch.nproc_per_node": Range(1),
-    "launch.nodes": Range(1),
+    "launch.nodes": Range(1, 100_000),
     "launch.threads": Range(1),
 }
 # Zero would switch off what the setting is for.

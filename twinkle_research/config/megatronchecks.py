@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
 from twinkle_research.checkpoint.config import CheckpointFormat
+from twinkle_research.config.jobplan.hardware import PER_MACHINE
 from twinkle_research.config.layouts import data_parallel_size, divisors, fewest_processes, neighbours
 from twinkle_research.model.config import Attention, Device, LoraAdapterConfig
 from twinkle_research.model.facts import Facts, is_vocabulary_module
@@ -34,7 +36,7 @@ def megatron_problems(config: TrainConfig) -> Iterator[str]:
     yield from _without_effect(backend)
     yield from _not_done(config)
     if config.launch.nproc_per_node is not None:
-        yield from processes_problems(backend, config.launch.nproc_per_node * config.launch.nodes)
+        yield from processes_problems(backend, config.launch.nproc_per_node * config.launch.nodes, config.launch.nodes)
 
 
 def _layout(backend: MegatronBackendConfig) -> dict[str, int]:
@@ -95,14 +97,14 @@ def _not_done(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def processes_problems(backend: MegatronBackendConfig, world_size: int) -> Iterator[str]:
-    """Of a layout on ``world_size`` processes, as Megatron-Core divides them: world = tensor x pipeline x context x data, and
-    beside it world = expert_tensor x expert x pipeline x expert_data."""
+def processes_problems(backend: MegatronBackendConfig, world_size: int, nodes: int = 1) -> Iterator[str]:
+    """Of a layout on ``world_size`` processes of ``nodes`` machines, as Megatron-Core divides them: world = tensor x pipeline x
+    context x data, and beside it world = expert_tensor x expert x pipeline x expert_data."""
     needed, tensor, stages = model_processes(backend), backend.tensor_parallel, backend.pipeline_parallel
     if world_size % needed:
         yield (
             f"backend.tensor_parallel x pipeline_parallel x context_parallel = {tensor} x {stages} x {backend.context_parallel} "
-            f"= {needed} must divide the {world_size} processes; start {_start(needed, world_size)}"
+            f"= {needed} must divide the {world_size} processes; start {_start(backend, needed, world_size, nodes)}"
         )
     elif world_size % expert_processes(backend):
         own, experts = expert_tensor_parallel(backend), backend.expert_parallel
@@ -111,14 +113,25 @@ def processes_problems(backend: MegatronBackendConfig, world_size: int) -> Itera
         yield (
             f"backend.expert_parallel x expert_tensor_parallel x pipeline_parallel = {experts} x {own} x {stages} = "
             f"{expert_processes(backend)} must divide the {world_size} processes; give {instead}, or "
-            f"start {_start(fewest_processes(backend), world_size)}"
+            f"start {_start(backend, fewest_processes(backend), world_size, nodes)}"
         )
 
 
-def _start(step: int, number: int) -> str:
-    """The multiples of ``step`` beside ``number``."""
+def _start(backend: MegatronBackendConfig, step: int, world_size: int, nodes: int) -> str:
+    """Numbers of processes on each machine that make a multiple of ``step``, else numbers of machines that do."""
+    each, on_each = world_size // nodes, step // math.gcd(step, nodes)
+    if on_each <= max(PER_MACHINE, each) or backend.device is Device.cpu:
+        machines = "on one machine" if nodes == 1 else f"on each of the {nodes} machines"
+        return f"{_beside(each, on_each)} of them (launch.nproc_per_node, {machines})"
+    each = each if step % each == 0 else PER_MACHINE
+    machines = step // math.gcd(step, each)
+    return f"{each} of them on each machine (launch.nproc_per_node) with launch.nodes={_beside(nodes, machines)}"
+
+
+def _beside(number: int, step: int) -> str:
+    """The multiples of ``step`` below and above ``number``, or itself where it is one."""
     below = number // step * step
-    return f"{neighbours(number, [n for n in (below, below + step) if n])} of them (launch.nproc_per_node, on one machine)"
+    return str(number) if below == number else neighbours(number, [n for n in (below, below + step) if n])
 
 
 # --- against the model ----------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> R
         _check_gpus(config, hardware)
     planned = hardware is not None or config.backend.device is Device.cuda
     nodes, nproc = _processes(config, world, gpus)
-    _check_layout(config, nodes * nproc)
+    _check_layout(config, nodes * nproc, nodes)
     facts = model_facts(config.model)
     device = "cuda" if gpus or planned else "cpu"
     memory = None
@@ -102,16 +102,17 @@ def _check_gpus(config: TrainConfig, hardware: Hardware | None) -> None:
 
 
 def _check_fit(config: TrainConfig, facts: Facts, memory: Memory, hardware: Hardware, nodes: int, nproc: int) -> None:
-    from twinkle_research.config.jobplan.fit import fits, refusal
+    from twinkle_research.config.jobplan.fit import fits
+    from twinkle_research.config.jobplan.refusal import refusal
 
     if not fits(memory, config, hardware):
         raise ConfigError(refusal(config, facts, memory, hardware, nodes, nproc))
 
 
-def _check_layout(config: TrainConfig, processes: int) -> None:
+def _check_layout(config: TrainConfig, processes: int, nodes: int) -> None:
     backend = config.backend
     if isinstance(backend, MegatronBackendConfig):
-        if problems := list(processes_problems(backend, processes)):
+        if problems := list(processes_problems(backend, processes, nodes)):
             raise ConfigError("\n".join(problems))
     elif backend.sharding is Sharding.none and processes > 1:
         raise ConfigError(f"backend.sharding=none runs in one process, but {processes} are started; write backend.sharding=ddp")

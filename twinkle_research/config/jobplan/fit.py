@@ -15,7 +15,7 @@ from twinkle_research.config.jobplan.step import step_time
 from twinkle_research.config.jobplan.traffic import flows
 from twinkle_research.config.jobplan.workload import workload
 from twinkle_research.config.megatronchecks import megatron_against_model, processes_problems
-from twinkle_research.distributed.gpus import GIB, Hardware
+from twinkle_research.distributed.gpus import Hardware
 from twinkle_research.model.config import Sharding, TransformersBackendConfig
 from twinkle_research.model.facts import Facts
 from twinkle_research.model.megatron.config import MODEL_TYPES, MegatronBackendConfig, Recompute
@@ -23,7 +23,7 @@ from twinkle_research.sampler.choice import chosen_sampler
 from twinkle_research.sampler.config import SamplerConfig, VLLMSamplerConfig
 from twinkle_research.trainer.config import AdamConfig, TrainConfig
 
-_MOST_GPUS = 4096
+MOST_GPUS = 4096
 Choice = tuple[float, dict[str, Any]]  # cost, and what changes: key -> value
 Axis = list[Choice]  # the cheapest first
 _SHARES = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)  # of a GPU's memory, for an engine
@@ -61,7 +61,7 @@ def _has_room(sampler: SamplingMemory, config: TrainConfig) -> bool:
 
 def nearest_fit(config: TrainConfig, facts: Facts, hardware: Hardware, nodes: int, nproc: int) -> Fit | None:
     """The smallest change that fits on the same machines, else on twice as many, and so on. None where there is none."""
-    most = max(_MOST_GPUS, nodes * nproc)
+    most = max(MOST_GPUS, nodes * nproc)
     while nodes * nproc <= most:
         found = _on(config, facts, hardware, nodes, nproc)
         if found is not None:
@@ -236,25 +236,3 @@ def _applied(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
             present = vllm_config(present)
         sections[group] = replace(present, **values)
     return replace(config, **sections)
-
-
-# --- refusal --------------------------------------------------------------------------------------------------------
-
-
-def refusal(config: TrainConfig, facts: Facts, memory: Memory, hardware: Hardware, nodes: int, nproc: int) -> str:
-    """What does not fit, and what to write instead."""
-    room = hardware.memory / GIB
-    if memory.total > hardware.memory:
-        phase = "training" if memory.training >= memory.sampling else "sampling"
-        said = f"{phase} needs {memory.total / GIB:.1f} GiB on a GPU that has {room:.0f} ({hardware.name})"
-    else:
-        longest = config.data.max_length + config.sampler.max_tokens
-        said = (
-            f"the vLLM engine's share of {room:.0f} GiB ({hardware.name}) has room for {memory.sampler.tokens:,} tokens, less "
-            f"than one completion of full length ({longest:,})"
-        )
-    found = nearest_fit(config, facts, hardware, nodes, nproc)
-    if found is None:
-        return f"{said}, and no layout on up to {_MOST_GPUS} of them fits; lower data.max_length, or train a LoRA (adapter=lora)"
-    machines = f" on {found.nodes} machines" if found.nodes != nodes else ""
-    return f"{said}: {memory.text()}\nthe nearest layout that fits{machines}: {found.text()} ({found.memory.total / GIB:.1f} GiB)"

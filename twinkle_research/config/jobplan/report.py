@@ -62,7 +62,7 @@ def _memory_text(plan: RunPlan) -> str:
     parts += [("reference", memory.reference)] if memory.reference else []
     parts += [("activations", memory.activations), ("sampler asleep", memory.sampler.asleep), ("libraries", memory.runtime)]
     text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
-    room = f" of {plan.hardware.memory / GIB:.0f}" if plan.hardware is not None else ""
+    room = f" of {plan.hardware.memory / GIB:.4g}" if plan.hardware is not None else ""
     return f"{memory.training / GIB:.1f} GiB{room} a process while it trains: {text}"
 
 
