@@ -37,8 +37,9 @@ def test_tasks_make_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert main(["resume", str(tmp_path / "x")]) == 1
     command = f"sbatch --array=0,1,2,3 slurm/sweep.sbatch model=tiny adapter.r=8,16 seed=0,1 -m hydra.sweep.dir={tmp_path / 'x'}"
     assert command in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="holds another sweep"):
-        prepare_task(tmp_path / "x", 1, ["model=tiny", "adapter.r=8,32", "seed=0,1"])
+    for task in (0, 1):  # prepared already, and not
+        with pytest.raises(ConfigError, match="its job 2 is model=tiny adapter.r=16 seed=0, not model=tiny adapter.r=32 seed=0"):
+            prepare_task(tmp_path / "x", task, ["model=tiny", "adapter.r=8,32", "seed=0,1"])
 
 
 @pytest.mark.parametrize(

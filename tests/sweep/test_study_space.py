@@ -51,3 +51,16 @@ def test_a_grid_has_every_value() -> None:
 def test_intervals_that_cannot_be(word: str) -> None:
     with pytest.raises(ConfigError, match="an interval goes from"):
         search_space([word])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("adapter.r=interval(1.2,1.8)", r"'adapter.r=interval\(1.2,1.8\)' holds no whole number"),
+        ("model=interval(1,2)", "'model' is not a number"),
+        ("model.path=interval(1,2)", "'model.path' is not a number"),
+    ],
+)
+def test_intervals_of_what_has_none(word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search_space([word])

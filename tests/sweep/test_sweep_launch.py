@@ -72,12 +72,6 @@ def test_the_same_words_again_do_the_same(started: list[Path]) -> None:
 
 
 @pytest.mark.long
-def test_jobs_in_batches_go_on_after_a_failure(started: list[Path]) -> None:
-    assert main([*WORDS, "adapter.r=7,8,9", "hydra.sweeper.max_batch_size=1"]) == 1
-    assert len(started) == 3
-
-
-@pytest.mark.long
 def test_the_objectives_of_other_kinds_of_runs_are_not_compared(started: list[Path], capsys: pytest.CaptureFixture) -> None:
     assert main(["-m", "hydra.sweep.dir=sweeps/x", "loss=cross_entropy,grpo", "model=tiny_sums"]) in (0, 1)
     assert stored()["metric"] is None and "best job" not in capsys.readouterr().out
@@ -98,6 +92,8 @@ def test_the_objectives_of_other_kinds_of_runs_are_not_compared(started: list[Pa
         (["hydra/sweeper=optuna", "dry_run=true"], "a study has no jobs before it runs"),
         (["hydra/sweeper=optuna", "loss=grpo", "adapter=lora", "data.eval_rows=0"], "let the runs be evaluated"),
         (["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "optimizer.lr=interval(0,1)"], "'optimizer.lr' is an interval"),
+        (["hydra.sweeper.max_batch_size=1"], "'hydra.sweeper.max_batch_size' has no effect here"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.storage=nonsense"], "hydra.sweeper.storage=nonsense: "),
         (["optimizer.lr=interval(0,1)"], "'optimizer.lr' is an interval; hydra/sweeper=optuna chooses from it"),
     ],
 )  # fmt: skip

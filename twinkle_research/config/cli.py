@@ -77,6 +77,7 @@ def _main(argv: list[str], resume: bool) -> int:
     if _is_plain(args):
         cfg = compose_with_hydra(args.overrides)
         if cfg.hydra.mode != RunMode.MULTIRUN:
+            _refuse_words_of_sweeps(args.overrides)
             experiment = cfg.hydra.runtime.choices.get("experiment")
             try:
                 return start_run(without_hydra(cfg), world)
@@ -168,6 +169,13 @@ def start_run(cfg: DictConfig, world: WorldInfo, in_process: bool = True) -> int
     return start(config, plan, in_process=in_process)
 
 
+def _refuse_words_of_sweeps(words: list[str]) -> None:
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if re.match(r"hydra[./](sweep|launcher|sweeper)\b", key):
+            raise ConfigError(f"'{key}' has no effect without -m (--multirun)")
+
+
 def _from_experiment(message: str, name: str | None, words: list[str]) -> str:
     """A line for each setting in ``message`` that the file of the experiment ``name`` gives: nobody has written it."""
     path = config_dir() / "experiment" / f"{name}.yaml"
@@ -223,6 +231,7 @@ def _through_hydra(argv: list[str], args: Namespace, world: WorldInfo, resume: b
 
     def run(cfg: DictConfig) -> None:
         """A run with Hydra's flags; the jobs of a sweep are started by its launcher."""
+        _refuse_words_of_sweeps(args.overrides)
         if code := start_run(cfg, world):
             raise SystemExit(code)
 
@@ -255,7 +264,8 @@ def _no_trace_of_refused(parents: set[Path]) -> Iterator[None]:
         for parent in filter(Path.is_dir, parents):
             for plan in parent.glob("*/multirun.yaml"):
                 inside = {path.name: path for path in plan.parent.iterdir()}
-                if plan.stat().st_mtime >= started and inside.keys() <= {"multirun.yaml", "sweep.json", "sweep.lock", "study.db"}:
+                new = all(path.stat().st_mtime >= started for path in inside.values())
+                if new and inside.keys() <= {"multirun.yaml", "sweep.json", "sweep.lock", "study.db"}:
                     for path in inside.values():
                         path.unlink()
                     plan.parent.rmdir()

@@ -27,6 +27,9 @@ class StopSignals:
 
     ``echo_seconds``: signals so soon after the first are the same request. ``on_second``: called, in another thread,
     just before the process leaves with 130; ``leave_on_second=False`` only counts (for a parent that acts itself).
+
+    One may be installed within another (a job within its sweep): the inner one knows of the requests that the outer one
+    has, and leaves its own to it at its end.
     """
 
     _installed: ClassVar[StopSignals | None] = None
@@ -44,6 +47,9 @@ class StopSignals:
         self._replaced: dict[int, Any] = {}
         self._pipe: tuple[int, int] = (-1, -1)
         self._old_wakeup = -1
+        self._outer: StopSignals | None = None
+        self._thread: threading.Thread | None = None
+        self._of_outer = 0
 
     @property
     def requested(self) -> bool:
@@ -58,16 +64,28 @@ class StopSignals:
         self._replaced = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
         for number in STOP_SIGNALS:
             signal.siginterrupt(number, False)  # system calls of C libraries go on
-        StopSignals._installed = self
-        threading.Thread(target=self._listen, args=(self._pipe[0],), name="stop-signals", daemon=True).start()
+        self._outer, StopSignals._installed = StopSignals._installed, self
+        if self._outer is not None and self._outer.requested:
+            self.count, self.last, self._first_at = 1, self._outer.last, self._outer._first_at
+            self._of_outer = 1
+        self._thread = threading.Thread(target=self._listen, args=(self._pipe[0],), name="stop-signals", daemon=True)
+        self._thread.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def restore(self) -> None:
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_wakeup)
-        StopSignals._installed = None
+        StopSignals._installed = self._outer
         os.close(self._pipe[1])  # ends the thread, which closes the other end
+        if self._outer is not None:
+            for number in STOP_SIGNALS:
+                signal.siginterrupt(number, False)
+            self._thread.join(1.0)  # it counts what has come until now
+            if self.count > self._of_outer:
+                self._outer._first_at = self._outer._first_at or self._first_at
+                self._outer.last = self.last
+                self._outer.count += self.count - self._of_outer
 
     def ignore(self) -> None:
         """The run is over and recorded: a signal now must not change its exit code."""
@@ -89,7 +107,11 @@ class StopSignals:
 
     @contextmanager
     def leaving_on_first(self) -> Iterator[None]:
-        """While there is nothing to save yet (waiting for the other ranks), a first signal leaves at once with 75."""
+        """While there is nothing to save yet (waiting for the other ranks), a first signal leaves at once with 75; not within
+        an outer one, which has its own to record."""
+        if self._outer is not None:
+            yield
+            return
         self._leave_on_first = True
         if self.requested:
             os._exit(EXIT_STOPPED)
@@ -150,6 +172,7 @@ def signal_name(number: int) -> str:
 def _after_fork() -> None:
     if StopSignals._installed is not None:
         StopSignals._installed.forget_in_child()
+        StopSignals._installed = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -36,6 +36,9 @@ def prepare_task(path: Path, number: int, words: list[str]) -> Path:
         raise ConfigError(f"this sweep has {len(jobs)} jobs: there is no job {number}; submit it with --array=0-{len(jobs) - 1}")
     path = path.absolute()
     folder = path / str(number)
+    sweep_jobs = {n: SweepJob(n, list(job)) for n, job in enumerate(jobs)}
+    if (path / SWEEP).is_file():
+        check_same_sweep(path, sweep_jobs)
     if not (folder / CONFIG).is_file():
         cfg = without_hydra(compose_with_hydra(jobs[number]))
         OmegaConf.resolve(cfg)
@@ -48,7 +51,7 @@ def prepare_task(path: Path, number: int, words: list[str]) -> Path:
         plan = Plan([*words, "-m"], os.getcwd(), ARRAY, "basic", keys)
         if objective is not None:
             plan.metric, plan.direction = objective.metric, objective.direction
-        create(Sweep(path, plan, {n: SweepJob(n, list(job)) for n, job in enumerate(jobs)}))
+        create(Sweep(path, plan, sweep_jobs))
         folder.mkdir(exist_ok=True)
         write_job(config)
     return folder
@@ -72,9 +75,17 @@ def create(sweep: Sweep) -> None:
         Sweep(mine, sweep.plan, sweep.jobs).save()
         os.link(mine / SWEEP, sweep.path / SWEEP)
     except FileExistsError:
-        there = Sweep.load(sweep.path)
-        if {n: job.overrides for n, job in there.jobs.items()} != {n: job.overrides for n, job in sweep.jobs.items()}:
-            raise ConfigError(f"{sweep.path} holds another sweep: give another hydra.sweep.dir") from None
+        check_same_sweep(sweep.path, sweep.jobs)
     finally:
         (mine / SWEEP).unlink(missing_ok=True)
         mine.rmdir()
+
+
+def check_same_sweep(path: Path, jobs: dict[int, SweepJob]) -> None:
+    there = Sweep.load(path).jobs
+    for number in sorted({*there, *jobs}):
+        old, new = (" ".join(found[number].overrides) if number in found else "nothing" for found in (there, jobs))
+        if old != new:
+            raise ConfigError(
+                f"{path} holds another sweep (its job {number} is {old}, not {new}): give its words, or another hydra.sweep.dir"
+            )

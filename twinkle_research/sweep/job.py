@@ -37,15 +37,16 @@ def write_job(config: TrainConfig) -> None:
 
 
 def record_failure(folder: RunFolder, error: BaseException) -> None:
-    """The account of a job that did not come so far that its run could give one; a run that another process has open keeps its
-    own."""
+    """The account of a job that did not come so far that its run could give one; a run that another process has open, or
+    that has finished, keeps its own."""
     record = error_record(error, 0)
     folder.create()
     try:
         folder.lock.acquire()
     except UserError:
         return
-    folder.write_status("failed", **{key: record[key] for key in ("message", "type", "rank", "traceback")})
+    if folder.read_status().get("state") != "finished":
+        folder.write_status("failed", **{key: record[key] for key in ("message", "type", "rank", "traceback")})
     folder.lock.release()
 
 

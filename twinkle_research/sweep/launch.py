@@ -29,7 +29,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from twinkle_research.config.composing import without_hydra
 from twinkle_research.config.storage import to_object
 from twinkle_research.distributed.env import WorldInfo
+from twinkle_research.distributed.signals import StopSignals
 from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError, nearest
+from twinkle_research.sweep.again import check_folder, check_same_jobs
 from twinkle_research.sweep.console import closing_text
 from twinkle_research.sweep.folder import SWEEP, Plan, Sweep, SweepJob, one_line
 from twinkle_research.sweep.job import record_failure
@@ -64,6 +66,7 @@ class SweepRun:
         self.resume = resume
         self.sweep: Sweep | None = None
         self.trials: int | None = None
+        self.stop = StopSignals()
         self._objective: Objective | None = None
         self._lock = contextlib.ExitStack()
         self._reported = time.monotonic()
@@ -109,29 +112,36 @@ class SweepRun:
 
     # --- the record -----------------------------------------------------------------------------------------------------
 
-    def open(self, config: DictConfig, objective: Objective | None, keys: list[str]) -> Sweep:
-        """Locks the folder of the sweep and reads what is there. The first call does, before the first job."""
-        if self.sweep is None:
-            path = Path(config.hydra.sweep.dir).absolute()
-            path.mkdir(parents=True, exist_ok=True)
-            plan = Plan(
-                self.command, os.getcwd(), _chosen(config.hydra.launcher, LAUNCHERS, "hydra/launcher"),
-                _chosen(config.hydra.sweeper, SWEEPERS, "hydra/sweeper"), keys, trials=self.trials,
-            )  # fmt: skip
-            if objective is not None:
-                plan.metric, plan.direction = objective.metric, objective.direction
-            sweep = Sweep(path, plan)
-            lock = sweep.lock()
-            lock.acquire()
-            self._lock.callback(lock.release)
-            if (path / SWEEP).is_file():
-                old = Sweep.load(path)
-                old.refresh()
-                sweep.jobs = old.jobs
-                _check_same_kind(old.plan, plan, path)
-            self.sweep, self._objective = sweep, objective
-            sweep.save()
-        return self.sweep
+    @contextlib.contextmanager
+    def opening(self, config: DictConfig, objective: Objective | None, keys: list[str]) -> Iterator[Sweep]:
+        """Locks the folder of the sweep and reads what is there; nothing is written where the body refuses to go on with it.
+        From then on a signal lets the job that runs come to its end, or to its checkpoint, and starts no other."""
+        path = Path(config.hydra.sweep.dir).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        plan = Plan(
+            self.command, os.getcwd(), _chosen(config.hydra.launcher, LAUNCHERS, "hydra/launcher"),
+            _chosen(config.hydra.sweeper, SWEEPERS, "hydra/sweeper"), keys, trials=self.trials,
+        )  # fmt: skip
+        if objective is not None:
+            plan.metric, plan.direction = objective.metric, objective.direction
+        sweep = Sweep(path, plan)
+        lock = sweep.lock()
+        lock.acquire()
+        self._lock.callback(lock.release)
+        if (path / SWEEP).is_file():
+            old = Sweep.load(path)
+            old.refresh()
+            sweep.jobs = old.jobs
+            _check_same_kind(old.plan, plan, path)
+        yield sweep
+        self._lock.enter_context(self.stop)
+        self.sweep, self._objective = sweep, objective
+        sweep.save()
+
+    def leave_if_asked(self) -> None:
+        """Before a job is started."""
+        if self.stop.requested:
+            raise SystemExit(EXIT_STOPPED)
 
     def check_objective(self, objective: Objective | None) -> None:
         """Where the jobs have different objectives (a swept loss can do that), no job is the best."""
@@ -202,7 +212,11 @@ class SweepLauncher(Launcher):
 
     def launch_jobs(self, numbered: Sequence[tuple[int, list[str]]]) -> dict[int, float | None]:
         """Runs those jobs that have not finished; the objective of each, None where it has none."""
-        sweep = self.run.sweep or self.run.open(self.config, *self.first_look(numbered[0]))
+        if self.run.sweep is None:
+            with self.run.opening(self.config, *self.first_look(numbered[0])) as found:
+                if not self.run.resume:
+                    check_same_jobs(found, numbered, self.compose)
+        sweep = self.run.sweep
         jobs = []
         for number, words in numbered:
             old = sweep.jobs.get(number)
@@ -217,6 +231,7 @@ class SweepLauncher(Launcher):
                 jobs.append(job)
         sweep.save()
         if jobs:
+            self.run.leave_if_asked()
             self.run_jobs(jobs)
         return {number: sweep.jobs[number].objective for number, _ in numbered}
 
@@ -298,6 +313,7 @@ class SweepLauncher(Launcher):
             cfg = self.prepare(job)
             if cfg is None:
                 continue
+            self.run.leave_if_asked()
             print(f"job {job.number}: {' '.join(job.overrides)}", flush=True)
             began = self.begin(job)
             try:
@@ -340,6 +356,12 @@ def check_settings(config: DictConfig) -> None:
         if not any(key == known or key.startswith(f"{known}.") for known in HYDRA_KEYS):
             more = " (the folder of job N is <hydra.sweep.dir>/N)" if key == "hydra.sweep.subdir" else ""
             raise ConfigError(f"'{key}' has no effect in a sweep{more}; {nearest(key, HYDRA_KEYS)}")
+    if config.hydra.sweeper.get("max_batch_size") is not None:
+        raise ConfigError(
+            "'hydra.sweeper.max_batch_size' has no effect here: the launcher says how many jobs run at once, "
+            "hydra/launcher=joblib hydra.launcher.n_jobs=4 for example"
+        )
+    check_folder(Path(config.hydra.sweep.dir))
 
 
 def _chosen(section: DictConfig, known: dict[str, str], group: str) -> str:

@@ -21,6 +21,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from twinkle_research.config.keys import annotation_of
+from twinkle_research.config.schema import GROUPS
 from twinkle_research.config.storage import to_object
 from twinkle_research.errors import ConfigError, UserError
 from twinkle_research.randomness import derive_seed
@@ -103,21 +104,24 @@ class StudySweeper(Sweeper):
         first = SweepJob(0, words_of({name: first_value(d) for name, d in space.items()}, fixed))
         config = to_object(self.launcher.compose(first, Path(self.config.hydra.sweep.dir)))
         objective = objective_of_study(config, self.settings.direction)
-        sweep = self.run.open(self.config, objective, [name.lstrip("+") for name in space])
-        study = optuna.create_study(
-            storage=self.settings.storage or f"sqlite:///{sweep.path / STORAGE}",
-            study_name=self.settings.study_name or sweep.path.name,
-            direction=objective.direction,
-            load_if_exists=True,
-        )
-        if study.direction.name.lower() != objective.direction:
-            raise ConfigError(
-                f"{sweep.path} holds a study that is to {study.direction.name.lower()}: give another hydra.sweep.dir"
+        check_storage(self.settings.storage)
+        with self.run.opening(self.config, objective, [name.lstrip("+") for name in space]) as sweep:
+            study = optuna.create_study(
+                storage=self.settings.storage or f"sqlite:///{sweep.path / STORAGE}",
+                study_name=self.settings.study_name or sweep.path.name,
+                direction=objective.direction,
+                load_if_exists=True,
             )
-        described = {name: json.loads(distribution_to_json(d)) for name, d in space.items()} | {"": fixed}
-        if study.user_attrs.get(SPACE, described) != described:
-            raise ConfigError(f"{sweep.path} holds a study with other settings: give those, or another hydra.sweep.dir")
-        study.set_user_attr(SPACE, described)
+            if study.direction.name.lower() != objective.direction:
+                raise ConfigError(
+                    f"{sweep.path} holds a study that is to {study.direction.name.lower()}: give another hydra.sweep.dir"
+                )
+            described = {name: json.loads(distribution_to_json(d)) for name, d in space.items()} | {"": fixed}
+            if study.user_attrs.get(SPACE, described) != described:
+                raise ConfigError(f"{sweep.path} holds a study with other settings: give those, or another hydra.sweep.dir")
+            if not sweep.jobs.keys() <= {trial.user_attrs.get(JOB) for trial in study.get_trials(deepcopy=False)}:
+                raise ConfigError(f"{sweep.path} holds jobs that are not in the study: give another hydra.sweep.dir")
+            study.set_user_attr(SPACE, described)
         return study
 
     def is_grid(self) -> bool:
@@ -191,6 +195,20 @@ def tell_again(study: Study, trial: FrozenTrial, value: float | None) -> None:
         )
 
 
+def check_storage(url: str | None) -> None:
+    """Raises ConfigError where no study can be kept there."""
+    from optuna.storages import get_storage
+
+    try:
+        if url is not None:
+            get_storage(url)
+    except Exception as error:  # of Optuna, of SQLAlchemy, of a driver
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"hydra.sweeper.storage={url}: {said}; give a URL such as sqlite:///study.db, or leave it out"
+        ) from error
+
+
 def chunks(items: list[int], size: int) -> list[list[int]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
@@ -226,7 +244,12 @@ def distribution_of(own: Override) -> BaseDistribution:
             raise ConfigError(
                 f"'{own.input_line}': an interval goes from a smaller to a larger number, a logarithmic one above 0"
             )
-        if annotation_of(key.lstrip("+")) in (int, int | None):
+        kind = annotation_of(key.lstrip("+"))
+        if key.lstrip("+") in (*GROUPS, "experiment") or kind not in (None, int, float, int | None, float | None):
+            raise ConfigError(f"'{own.input_line}': '{key}' is not a number; give the values it is chosen from: {key}=a,b,c")
+        if kind in (int, int | None):
+            if math.ceil(low) > math.floor(high):
+                raise ConfigError(f"'{own.input_line}' holds no whole number, and '{key}' is one")
             return IntDistribution(math.ceil(low), math.floor(high), log=log)
         return FloatDistribution(float(low), float(high), log=log)
     values = list(dict.fromkeys(own.sweep_string_iterator()))
