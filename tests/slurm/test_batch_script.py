@@ -212,11 +212,11 @@ cluster = Cluster(Path({str(conf.parent)!r}), nodes=1)
 cluster.start()
 cluster.submit("--wrap=trap : TERM USR1; srun bash -c 'trap : TERM; touch running; sleep 99' & wait; wait", cwd=cluster.folder)
 print("started", flush=True)
-time.sleep(60)
+time.sleep(150)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "started\n"
-    wait_for((conf.parent / "running").exists, 30, "the job")
+    wait_for((conf.parent / "running").exists, 100, "the job")
 
     def of_the_cluster() -> list[int]:
         return [pid for pid, environ in processes() if environ.get(b"SLURM_CONF") == str(conf).encode() and lives(pid)]

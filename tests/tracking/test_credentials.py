@@ -101,6 +101,6 @@ def test_building_a_tracker_without_wandb_imports_neither_wandb_nor_tensorboard(
         "print([m for m in ('wandb', 'tensorboard', 'torch', 'numpy') if m in sys.modules])\n"
         "t.log_step(1, {'loss': 1.0}); print('torch' in sys.modules)"
     )
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.path.dirname(__file__)}"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "tracking")))}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "[]" and done.stdout.splitlines()[-1] == "False"

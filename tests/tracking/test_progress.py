@@ -113,7 +113,7 @@ print("MESSAGE after the bar")
 
 def run_in_terminal(code: str, columns: int = 120) -> str:
     leader, follower = pty.openpty()
-    path = f"{ROOT}{os.pathsep}{os.path.dirname(__file__)}"
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "tracking")))
     env = os.environ | {"PYTHONPATH": path, "TERM": "xterm", "COLUMNS": str(columns), "LINES": "30"}
     process = subprocess.Popen([sys.executable, "-c", code], stdin=follower, stdout=follower, stderr=follower, env=env)
     os.close(follower)

@@ -34,10 +34,10 @@ def test_what_is_replaced_exists_and_is_called_alike(number):
     assert callable(own) and callable(replacement)
     if inspect.isclass(own) or not inspect.isfunction(own):  # streams and events; methods written in C
         return
-    taken = inspect.signature(replacement).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in taken):
+    taken, given = (list(inspect.signature(function).parameters.values()) for function in (replacement, own))
+    if any(p.kind is p.VAR_POSITIONAL for p in (*taken, *given)):  # given: vLLM replaces some too where it has run
         return
-    assert len(inspect.signature(own).parameters) <= len(taken)
+    assert len(given) <= len(taken)
 
 
 def test_nothing_is_replaced_outside():
