@@ -116,7 +116,7 @@ def test_a_study_that_is_refused_leaves_what_is_there(started: list[str], capsys
 
 
 def test_requests_pass_between_signals_within_others() -> None:
-    with StopSignals(leave_on_second=False) as outer:
+    with StopSignals(leave_on_second=False, lasting=True) as outer:
         with StopSignals() as inner:
             os.kill(os.getpid(), signal.SIGTERM)
         assert (outer.count, outer.last) == (1, signal.SIGTERM)

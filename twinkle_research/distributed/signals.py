@@ -28,15 +28,21 @@ class StopSignals:
     ``echo_seconds``: signals so soon after the first are the same request. ``on_second``: called, in another thread,
     just before the process leaves with 130; ``leave_on_second=False`` only counts (for a parent that acts itself).
 
-    One may be installed within another (a job within its sweep): the inner one knows of the requests that the outer one
-    has, and leaves its own to it at its end.
+    ``lasting``: others may be installed within it (a job within its sweep). An inner one knows of the requests that the outer
+    one has, and leaves its own to it at its end.
     """
 
     _installed: ClassVar[StopSignals | None] = None
 
     def __init__(
-        self, *, echo_seconds: float = 0.0, leave_on_second: bool = True, on_second: Callable[[], None] | None = None
+        self,
+        *,
+        echo_seconds: float = 0.0,
+        leave_on_second: bool = True,
+        on_second: Callable[[], None] | None = None,
+        lasting: bool = False,
     ) -> None:
+        self.lasting = lasting
         self.echo_seconds = echo_seconds
         self.leave_on_second = leave_on_second
         self.on_second = on_second
@@ -64,7 +70,8 @@ class StopSignals:
         self._replaced = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
         for number in STOP_SIGNALS:
             signal.siginterrupt(number, False)  # system calls of C libraries go on
-        self._outer, StopSignals._installed = StopSignals._installed, self
+        present, StopSignals._installed = StopSignals._installed, self
+        self._outer = present if present is not None and present.lasting else None
         if self._outer is not None and self._outer.requested:
             self.count, self.last, self._first_at = 1, self._outer.last, self._outer._first_at
             self._of_outer = 1

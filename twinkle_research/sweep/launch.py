@@ -66,7 +66,7 @@ class SweepRun:
         self.resume = resume
         self.sweep: Sweep | None = None
         self.trials: int | None = None
-        self.stop = StopSignals()
+        self.stop = StopSignals(lasting=True)
         self._objective: Objective | None = None
         self._lock = contextlib.ExitStack()
         self._reported = time.monotonic()
