@@ -266,10 +266,10 @@ def entry(name, change):
     ("change", "words"),
     [
         (lambda index: index.pop("files"), "damaged index"),
-        (entry("norm", lambda e: [e[0], e[1], []]), "the parts of tensor norm are 0 of its 3 elements"),
+        (entry("norm", lambda e: [e[0], e[1], []]), r"tensor norm of shape \(3,\): all together hold 0 of its 3 elements"),
         (entry("norm", lambda e: [e[0], e[1], e[2] * 2]), "overlap|two parts"),
-        (entry("norm", lambda e: [e[0], [4], e[2]]), "the parts of tensor norm are 3 of its 4 elements"),
-        (entry("norm", lambda e: [e[0], e[1], [[1, [0], [4]]]]), "no part of tensor norm"),
+        (entry("norm", lambda e: [e[0], [4], e[2]]), r"tensor norm of shape \(4,\): all together hold 3 of its 4 elements"),
+        (entry("norm", lambda e: [e[0], e[1], [[1, [0], [4]]]]), r"tensor norm of shape \(3,\): .* which is no part of it"),
         (entry("norm", lambda e: [e[0], e[1], [[1, [-1], [3]]]]), "-1 is no size"),
         (entry("norm", lambda e: [e[0], e[1], [[9, [0], [3]]]]), "damaged index"),
         (entry("norm", lambda e: ["object", e[1], e[2]]), "cannot be stored"),

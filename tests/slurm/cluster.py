@@ -243,6 +243,7 @@ def is_step(pid: int) -> bool:
 
 
 def lives(pid: int) -> bool:
+    """As children.is_running; this file also runs by itself, without that one in reach."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

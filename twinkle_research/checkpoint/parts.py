@@ -102,7 +102,8 @@ class PartedFolder(TensorFolder):
             (files[_size(file)], tuple((_size(a), _size(b)) for a, b in zip(start, stop, strict=True)))
             for file, start, stop in parts
         ]
-        _check_tiling(spec, [box for _, box in own])
+        if problem := tiling_problem(spec.shape, own):
+            raise ValueError(f"tensor {spec.name} of shape {spec.shape}: {problem}")
         for file, box in own:
             if self._in_file.setdefault(file, {}).setdefault(spec.name, part := _part(spec, box)) is not part:
                 raise ValueError(f"{file} has two parts of tensor {spec.name}")
@@ -202,13 +203,14 @@ def _size(value: Any) -> int:
     return value
 
 
-def _check_tiling(spec: TensorSpec, boxes: list[Box]) -> None:
-    for i, box in enumerate(boxes):
-        if not all(start < stop <= size for (start, stop), size in zip(box, spec.shape, strict=True)):
-            raise ValueError(f"{box} is no part of tensor {spec.name} of shape {spec.shape}")
-        for other in boxes[:i]:
-            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                raise ValueError(f"parts of tensor {spec.name} overlap")
-    held = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    if held != math.prod(spec.shape):
-        raise ValueError(f"the parts of tensor {spec.name} are {held} of its {math.prod(spec.shape)} elements")
+def tiling_problem(shape: Sequence[int], held: Sequence[tuple[str, Box]]) -> str | None:
+    """What keeps these parts (who holds it, where it lies) from making up a tensor of ``shape``, each element once."""
+    for i, (owner, box) in enumerate(held):
+        if not all(0 <= start < stop <= size for (start, stop), size in zip(box, shape, strict=True)):
+            return f"{owner} holds {box}, which is no part of it"
+        for other, earlier in held[:i]:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, earlier, strict=True)):
+                return f"{other} and {owner} hold parts that overlap"
+    count = sum(math.prod(stop - start for start, stop in box) for _, box in held)
+    whole = math.prod(shape)
+    return None if count == whole else f"all together hold {count} of its {whole} elements"

@@ -10,7 +10,7 @@ import argparse
 import os
 import signal
 
-from twinkle_research.distributed.env import first_host
+from twinkle_research.distributed.env import first_host, port_of_step
 from twinkle_research.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def rendezvous(nproc: int) -> list[str]:
         first = first_host(os.environ["SLURM_STEP_NODELIST"])
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is not set: the agent runs in an srun step, one task a node") from None
-    port = os.environ.get("MASTER_PORT") or str(20000 + (job * 7 + step) % 10000)
+    port = os.environ.get("MASTER_PORT") or str(port_of_step(job, step))
     return [
         f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={nproc}", "--max-restarts=0",
         f"--master-addr={os.environ.get('MASTER_ADDR') or first}", f"--master-port={port}", f"--rdzv-id={job}.{step}",

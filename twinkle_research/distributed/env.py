@@ -81,8 +81,7 @@ def _from_rank_variables(kind: str, env: Mapping[str, str]) -> WorldInfo:
 def _from_slurm(env: Mapping[str, str]) -> WorldInfo:
     job, step, node = (_number(env, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID"))
     nodes = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
-    # Below the ephemeral range, so that no outgoing connection already sits on it; different for each step of a job.
-    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else 20000 + (job * 7 + step) % 10000
+    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else port_of_step(job, step)
     return WorldInfo(
         kind="slurm",
         rank=_number(env, "SLURM_PROCID"),
@@ -93,6 +92,11 @@ def _from_slurm(env: Mapping[str, str]) -> WorldInfo:
         master_port=port,
         job_key=f"slurm-{job}.{step}",
     )
+
+
+def port_of_step(job: int, step: int) -> int:
+    """Below the ephemeral range, so that no outgoing connection already sits on it; different for each step of a job."""
+    return 20000 + (job * 7 + step) % 10000
 
 
 def _in_srun_step(env: Mapping[str, str]) -> bool:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 GIB = 2**30
 
 
+def gib(size: float) -> str:
+    """Bytes as GiB, for people."""
+    return f"{size / GIB:.2f}" if size >= 0.005 * GIB else "< 0.01"
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One GPU of a job. ``memory``: bytes that a process can use; ``flops``: dense bfloat16 peak, FLOP/s; ``bandwidth``: of its

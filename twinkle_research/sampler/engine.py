@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from twinkle_research.distributed.gpus import GIB
 from twinkle_research.distributed.runtime import Runtime
 from twinkle_research.errors import UserError
 from twinkle_research.model.facts import read_facts, read_json
@@ -18,7 +19,7 @@ from twinkle_research.sampler.choice import vllm_obstacle
 from twinkle_research.sampler.draws import Uniforms
 from twinkle_research.sampler.isolation import contained_construction, isolated_generators, shut_down
 from twinkle_research.sampler.keyed import Draws, KeyedDraw
-from twinkle_research.sampler.kv_cache import CPU_BLOCK, GIB, cpu_cache_bytes
+from twinkle_research.sampler.kv_cache import CPU_BLOCK, cpu_cache_bytes
 from twinkle_research.sampler.vllm_env import TESTED_VERSION, engine_environment
 
 if TYPE_CHECKING:

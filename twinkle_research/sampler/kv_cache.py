@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from twinkle_research.distributed.gpus import GIB
+
 if TYPE_CHECKING:
     from twinkle_research.model.facts import Facts
 
-GIB = 2**30
 CPU_BLOCK = 32  # tokens; the CPU's attention takes multiples of 32
 USUAL_PROMPT = 256  # tokens
 USUAL_CONTEXT = 8192  # tokens, of a model that does not say

@@ -18,6 +18,7 @@ from twinkle_research.distributed.failures import error_record, user_text
 from twinkle_research.errors import UserError
 from twinkle_research.trainer.config import TrainConfig
 from twinkle_research.trainer.rundir import RunFolder
+from twinkle_research.trainer.worker import die_with_parent
 
 CONFIG = "job.yaml"
 LOG = "job.log"  # what the job prints
@@ -56,9 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent-fd", type=int, help="a pipe that ends when the sweep's process does")
     parser.add_argument("--cores", help="CPU cores that this job has, by number")
     options = parser.parse_args(arguments)
-    if options.parent_fd is not None:
+    if options.parent_fd is not None:  # what a killed sweep started must not keep its folders from the resumed one
         os.set_inheritable(options.parent_fd, False)
-        threading.Thread(target=_die_with_parent, args=(options.parent_fd,), name="sweep", daemon=True).start()
+        threading.Thread(target=die_with_parent, args=(options.parent_fd,), name="sweep", daemon=True).start()
     if options.cores:
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     return run(options.folder)
@@ -83,12 +84,6 @@ def run(path: Path) -> int:
         elif isinstance(error, UserError):
             print(user_text(error, error.exit_code), file=sys.stderr)
         return error.exit_code if isinstance(error, UserError) else 1
-
-
-def _die_with_parent(fd: int) -> None:
-    """What a killed sweep started must not go on: the sweep is resumed, and would find its folders taken."""
-    os.read(fd, 1)
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from hf_folders import save_models
 from safetensors.torch import load_file, save_file
 from tiny_models import make_rows
 
@@ -91,19 +92,6 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def make_folder(name: str, folder: Path) -> None:
-    import transformers
-
-    family, options = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **options})
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.1 * torch.randn(parameter.shape)
-    model.save_pretrained(folder)
-
-
 def rows_of(work: Work) -> list[dict]:
     """One trains nothing, where there are several."""
     rows = make_rows(work.rows, seed=4, low=4 if work.rows > 1 else 12, vocabulary=VOCABULARY)
@@ -165,8 +153,8 @@ def reference(folder: Path, work: Work, stem: Path) -> None:
 
 
 def references(folders: Path, out: Path) -> None:
+    save_models(folders, MODELS, SHAPE, norms=True)
     for model in MODELS:
-        make_folder(model, folders / model)
         for name, work in WORK.items():
             reference(folders / model, work, out / f"{model}-{name}")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_folders import save_models
 from tiny_models import make_rows
 
 VOCABULARY = 251  # odd: padded where it is cut in two
@@ -127,16 +128,6 @@ def epochs(task: Task, seed: int = 0) -> list[list[Call]]:
 
 
 def make_folder(model: str, folder: Path, **shape: Any) -> None:
-    """Norms are not all 1, so that each of them matters."""
-    import torch
-    import transformers
-
     family, options = FAMILIES[model.split("-")[0]]
-    tied = model.endswith("-tied")
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | options | shape), tie_word_embeddings=tied)
-    torch.manual_seed(0)
-    made = getattr(transformers, f"{family}ForCausalLM")(config)
-    for parameter in made.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.1 * torch.randn(parameter.shape)
-    made.save_pretrained(folder)
+    tied = {"tie_word_embeddings": model.endswith("-tied")}
+    save_models(folder.parent, {folder.name: (family, options | shape | tied)}, SHAPE, norms=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import compute_worker
 import lora_worker
-import torch
 from compute_worker import CP2, EP2, FULL, PP2, SELECTIVE, SHAPE, SP2, TP2, VPP2, WORK
-from hf_folders import of_family
+from hf_folders import save_models
 
 from twinkle_research.distributed.runtime import Runtime
 
@@ -99,20 +98,15 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def make_folder(name: str, folder: Path) -> None:
+def save(folders: Path, names: list[str]) -> None:
     """No weight is what another could be taken for: norms and biases have random parts."""
-    family, options = MODELS[name]
-    torch.manual_seed(0)
-    model = of_family(family, SHAPE | options)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.data += 0.1 * torch.randn(parameter.shape)
-    model.save_pretrained(folder)
+    save_models(folders, {name: MODELS[name] for name in names}, SHAPE, norms=True)
 
 
 def references(folders: Path, out: Path, size: int) -> None:
-    for name in sorted({layout.model for layout in LAYOUTS[size].values()}):
-        make_folder(name, folders / name)
+    names = sorted({layout.model for layout in LAYOUTS[size].values()})
+    save(folders, names)
+    for name in names:
         for kind in KINDS:
             compute_worker.reference(folders / name, WORK[kind], out / f"{name}-{kind}")
         if size > 1:

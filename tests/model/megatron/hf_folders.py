@@ -68,6 +68,19 @@ def of_family(family: str, options: dict):
     return getattr(transformers, f"{family}ForCausalLM")(config(**options))
 
 
+def save_models(out: Path, models: dict[str, tuple[str, dict]], shape: dict, norms: bool = False) -> None:
+    """A folder for each of ``models`` (name -> family and what differs from ``shape``), with its initial values. ``norms``: these
+    are not all 1, so that each of them matters."""
+    for name, (family, options) in models.items():
+        torch.manual_seed(0)
+        model = of_family(family, shape | options)
+        with torch.no_grad():
+            for parameter in model.parameters() if norms else ():
+                if parameter.ndim == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(out / name)
+
+
 def make_folder(name: str, folder: Path) -> None:
     family, options, dtype = MODELS[name]
     model = of_family(family, BASE | options).to(dtype)

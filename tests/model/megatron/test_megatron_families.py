@@ -67,11 +67,12 @@ def test_as_peft(measured, size, layout):
 @pytest.mark.parametrize("name", ["gemma3", "shared"])
 def test_bfloat16_rounds_as_transformers(tmp_path, name):
     """Norms, embeddings and caps: what is not rounded in the same places differs by far more than sums in another order."""
-    worker.make_folder(name, tmp_path)
+    worker.save(tmp_path, [name])
+    folder = tmp_path / name
     ids = torch.randint(0, BASE["vocab_size"], (1, 30), generator=torch.Generator().manual_seed(0))
-    own = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     wanted = own(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-    model = MegatronModel(tmp_path, dtype="bfloat16")
+    model = MegatronModel(folder, dtype="bfloat16")
     try:
         found = model.forward_only([{"input_ids": ids[0].tolist(), "labels": [*ids[0, 1:].tolist(), -100]}]).result["logps"][0]
     finally:

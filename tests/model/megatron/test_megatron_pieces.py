@@ -191,10 +191,10 @@ def test_a_wrong_row_leaves_a_tensor_over(model, mesh, monkeypatch):
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([slice(0, 2)], "all ranks together hold 4 of its elements"),
+        ([slice(0, 2)], "all together hold 4 of its 8 elements"),
         ([slice(0, 3), slice(2, 4)], "overlap"),
         ([slice(0, 5)], "no part of it"),
-        ([slice(0, 2), slice(3, 4)], "all ranks together hold 6"),
+        ([slice(0, 2), slice(3, 4)], "all together hold 6 of its 8 elements"),
     ],
 )
 def test_parts_must_make_up_the_tensor(mesh, parts, words):

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import torch
 import training_worker
+from hf_folders import save_models
 from ranks import launch
 from training_cases import KINDS, LAYOUTS, LORA, MODELS, SHAPE, call, everything, reference, same, set_up, stored
 
@@ -20,20 +20,7 @@ CASES = [(name, kind) for layouts in LAYOUTS.values() for name, layout in layout
 
 @pytest.fixture(scope="module")
 def folders(once):
-    def make(out):
-        import transformers
-
-        for name, (family, options) in MODELS.items():
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**(SHAPE | options))
-            model = getattr(transformers, f"{family}ForCausalLM")(config)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim == 1:
-                        parameter.add_(0.1 * torch.randn_like(parameter))
-            model.save_pretrained(out / name)
-
-    return once("megatron-training-folders", make)
+    return once("megatron-training-folders", lambda out: save_models(out, MODELS, SHAPE, norms=True))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from hf_folders import save_models
 from plan_memory import Live, Saved, held
 
 from twinkle_research.config import compose, to_object
@@ -30,16 +31,12 @@ SOME = ["adapter=lora", "adapter.r=4", "adapter.target_modules=[q_proj,v_proj,do
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    import transformers
-
     root = tmp_path_factory.mktemp("models")
 
     @functools.cache
     def make(family, layers, **options):
         path = root / f"{family}-{layers}-{len(list(root.iterdir()))}"
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**(SHAPE | FAMILIES[family] | options), num_hidden_layers=layers)
-        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(path)
+        save_models(root, {path.name: (family, FAMILIES[family] | options)}, SHAPE | {"num_hidden_layers": layers})
         return path
 
     return make

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from hf_folders import save_models
 from plan_cases import CASES, MODELS, SHAPE, words
 from ranks import launch
 
@@ -21,16 +22,7 @@ PADDING = 64 * 4 * 50
 
 @pytest.fixture(scope="module")
 def folders(once):
-    def make(out):
-        import torch
-        import transformers
-
-        for name, (family, options) in MODELS.items():
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**(SHAPE | options))
-            getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(out / name)
-
-    return once("plan-folders", make)
+    return once("plan-folders", lambda out: save_models(out, MODELS, SHAPE))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import pytest
 import sharded_worker
+from hf_folders import save_models
 from ranks import launch
 from sharded_worker import LAYOUTS, WRITTEN, readings
 from training_cases import KINDS, MODELS, SHAPE, everything, same, set_up, stored
@@ -17,16 +18,7 @@ READ = [(kind, written, name) for size in LAYOUTS for kind, written, name, _ in 
 
 @pytest.fixture(scope="module")
 def folders(once):
-    def make(out):
-        import torch
-        import transformers
-
-        for name, (family, options) in MODELS.items():
-            torch.manual_seed(0)
-            config = getattr(transformers, f"{family}Config")(**(SHAPE | options))
-            getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(out / name)
-
-    return once("megatron-sharded-folders", make)
+    return once("megatron-sharded-folders", lambda out: save_models(out, MODELS, SHAPE))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from twinkle_research.config.jobplan.activations import activation_bytes, bytes_
 from twinkle_research.config.jobplan.sampling import SamplingMemory, sampling_memory
 from twinkle_research.config.jobplan.shapes import Held, held_by_megatron, is_known, lora_parameters, trainable_parameters
 from twinkle_research.config.jobplan.workload import COPY, has_critic, reference_kind, workload
-from twinkle_research.distributed.gpus import GIB, Hardware
+from twinkle_research.distributed.gpus import GIB, Hardware, gib
 from twinkle_research.model.config import DType, LoraAdapterConfig, Sharding
 from twinkle_research.model.facts import Facts
 from twinkle_research.model.megatron.config import MegatronBackendConfig, expert_processes
@@ -69,10 +69,6 @@ class Memory:
                 f"; {self.training / GIB:.1f} while it trains; {self.sampling / GIB:.1f} while it samples: {self.sampler.text()}"
             )
         return text + ")"
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size >= 0.005 * GIB else "< 0.01"
 
 
 def estimate(config: TrainConfig, facts: Facts, world_size: int, hardware: Hardware | None, *, on_cpu: bool) -> Memory:

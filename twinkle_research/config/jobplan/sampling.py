@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinkle_research.config.jobplan.activations import bytes_each
-from twinkle_research.distributed.gpus import GIB, Hardware
+from twinkle_research.distributed.gpus import GIB, Hardware, gib
 from twinkle_research.model.facts import Facts
 from twinkle_research.model.megatron.config import MegatronBackendConfig
 from twinkle_research.sampler.choice import chosen_sampler
@@ -42,9 +42,9 @@ class SamplingMemory:
         return max(self.weights + max(self.cache, 0) + self.workspace, self.asleep)
 
     def text(self) -> str:
-        own = f"its weights {self.weights / GIB:.2f}, " if self.weights else ""
+        own = f"its weights {gib(self.weights)}, " if self.weights else ""
         share = f", {self.tokens / self.wanted:.0%} of all completions at one time" if self.tokens < self.wanted else ""
-        return f"{own}KV cache {max(self.cache, 0) / GIB:.2f} for {self.tokens:,} tokens{share}"
+        return f"{own}KV cache {gib(max(self.cache, 0))} for {self.tokens:,} tokens{share}"
 
 
 def sampling_memory(

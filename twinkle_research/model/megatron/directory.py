@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from twinkle_research.checkpoint.parts import Box, PartedTensor
+from twinkle_research.checkpoint.parts import Box, PartedTensor, tiling_problem
 from twinkle_research.checkpoint.stream import TensorFolder, TensorSpec
 from twinkle_research.errors import CheckpointError, ConfigError, similar
 from twinkle_research.model.megatron.pieces import Piece, Shape
@@ -62,7 +62,8 @@ class Directory:
         held = _merged(listings)
         self._held = dict(sorted(held.items(), key=lambda item: (item[1].place, _natural(item[0]))))
         for name, tensor in self._held.items():
-            _check_tiling(name, tensor)
+            if problem := tiling_problem(tensor.shape, [(f"rank {rank}", box) for box, rank in tensor.owners.items()]):
+                raise ConfigError(f"tensor {name} of shape {tensor.shape}: {problem}")
         self.shapes: dict[str, Shape] = {name: tensor.shape for name, tensor in self._held.items()}
 
     def __contains__(self, memory: str) -> bool:
@@ -324,20 +325,6 @@ def _merged(listings: list[list[_Entry] | None]) -> dict[str, _Held]:
     for name, held in found.items():
         held.everywhere = whole_on.get(name) == different
     return found
-
-
-def _check_tiling(name: str, held: _Held) -> None:
-    boxes = list(held.owners)
-    for i, box in enumerate(boxes):
-        inside = all(0 <= start < stop <= size for (start, stop), size in zip(box, held.shape, strict=True))
-        if not inside:
-            raise ConfigError(f"tensor {name} of shape {held.shape}: rank {held.owners[box]} holds {box}, which is no part of it")
-        for other in boxes[:i]:
-            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                raise ConfigError(f"tensor {name}: ranks {held.owners[other]} and {held.owners[box]} hold parts that overlap")
-    covered = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-    if covered != math.prod(held.shape):
-        raise ConfigError(f"tensor {name} of shape {held.shape}: all ranks together hold {covered} of its elements")
 
 
 def _box(piece: Piece) -> Box:
