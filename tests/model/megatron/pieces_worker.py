@@ -224,7 +224,7 @@ def check_mixed_dtypes(model: Opened) -> None:
 def check_disagreement(mesh: Mesh) -> None:
     """Parts that do not make up a tensor are refused on every rank alike."""
     rank = mesh.runtime.rank
-    halves = {"overlap": slice(rank, rank + 3), "all ranks together hold 2": slice(rank, rank + 1)}
+    halves = {"overlap": slice(rank, rank + 3), "all together hold 2 of its 4 elements": slice(rank, rank + 1)}
     for words, rows in halves.items():
         try:
             Directory(mesh, {"w": [Piece("w", (4,), (rows,))]})
