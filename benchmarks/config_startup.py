@@ -15,11 +15,16 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LARGE_PLAN = (
+    "dry_run=true model=qwen3_235b_a22b backend=megatron launch.nodes=512 launch.gpu=h200_141gb backend.tensor_parallel=4 "
+    "backend.expert_parallel=32 backend.distributed_optimizer=true adapter=none trainer.batch_size=4096 data.sample_prompts=[]"
+)
 # (what it is, words, exit code, goal in CPU seconds)
 COMMANDS = (
     ("a config error", ["optimzer.lr=1e-4"], 2, 0.7),
     ("an error in a model's layer names", ["adapter.target_modules=[v_porj]"], 2, 0.7),
     ("dry_run=true", ["dry_run=true"], 0, 1.0),
+    ("dry_run=true for 4,096 GPUs", LARGE_PLAN.split(), 0, 1.5),
     ("--cfg job", ["--cfg", "job"], 0, 1.0),
     ("--help", ["--help"], 0, 0.7),
 )

@@ -63,8 +63,9 @@ run_job() {
     terminated=0
     warned=0
     step_pid=""
-    trap 'warned=1; say "time limit or preemption is near: the ranks are asked to save and leave"; pass_on' USR1
-    trap 'terminated=1' TERM # Slurm has sent it to the ranks too; this shell only waits for them
+    interrupted=0
+    trap 'interrupted=1; warned=1; say "time limit or preemption is near: the ranks are asked to save and leave"; pass_on' USR1
+    trap 'interrupted=1; terminated=1' TERM # Slurm has sent it to the ranks too; this shell only waits for them
 
     say "$SLURM_JOB_ID, attempt $attempt, on $SLURM_JOB_NODELIST, $(date '+%F %T')"
     tell_places "$SLURM_JOB_ID" "[job]"
@@ -133,10 +134,11 @@ start_ranks() {
 
 wait_for_ranks() {
     local code
-    while true; do # a trapped signal ends `wait` early
+    interrupted=1
+    while [ "$interrupted" = 1 ]; do # a trapped signal ends `wait` early, with the signal's number instead of the ranks' code
+        interrupted=0
         wait "$step_pid"
         code=$?
-        kill -0 "$step_pid" 2>/dev/null || break
     done
     step_pid=""
     say "the ranks ended with $code"

@@ -290,13 +290,12 @@ def test_plans_for_all_sizes(gpus: int) -> None:
 
 def test_a_large_plan_needs_no_torch() -> None:
     code = """
-import sys, time
+import sys
 from twinkle_research.config.cli import main
 words = ["dry_run=true", "model=qwen3_235b_a22b", "backend=megatron", "launch.nodes=512", "launch.gpu=h200_141gb"]
 words += ["backend.tensor_parallel=4", "backend.expert_parallel=32", "backend.distributed_optimizer=true", "adapter=none"]
 assert main([*words, "trainer.batch_size=4096", "trainer.micro_batch_size=1", "data.sample_prompts=[]"]) == 0
 assert not {"torch", "transformers", "numpy"} & set(sys.modules)
-assert time.process_time() < 1.5, time.process_time()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

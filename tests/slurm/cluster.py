@@ -28,7 +28,8 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 # Debian's slurmctld drops Gres= when it is called slurmctld-wlm, so the daemons are started by their plain names.
-# cred_expire: a requeued job waits that long, 121 s by default. MinJobAge: finished jobs stay visible.
+# cred_expire: a requeued job waits that long, 121 s by default. MinJobAge: finished jobs stay visible. MessageTimeout and
+# TCPTimeout: a node that stands still for 10 s would have the job that starts there launched a second time.
 _CONF = """ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
@@ -65,6 +66,8 @@ KillWait={kill_wait}
 InactiveLimit=0
 SlurmctldTimeout=30
 SlurmdTimeout=60
+MessageTimeout=100
+TCPTimeout=30
 MailProg=/bin/true
 GresTypes=gpu
 PreemptType=preempt/partition_prio
@@ -127,11 +130,11 @@ class Cluster:
         ]
         socket_file = self.folder / "munge.sock"
         self._run("munged", "--foreground", "--force", f"--socket={socket_file}", "--num-threads=2", *files)
-        wait_for(socket_file.exists, 20, "munged")
+        wait_for(socket_file.exists, "munged")
         self._run("slurmctld", "-D")
         for node in self.nodes:
             self.start_node(node)
-        wait_for(lambda: self.try_command("sinfo", "-h", "-o", "%T %D") == f"idle {len(self.nodes)}", 60, "the nodes")
+        wait_for(lambda: self.try_command("sinfo", "-h", "-o", "%T %D") == f"idle {len(self.nodes)}", "the nodes")
 
     def start_node(self, node: str) -> None:
         self._run("slurmd", "-D", "-N", node, key=node)
@@ -168,7 +171,7 @@ class Cluster:
         try:
             self.try_command("scancel", "--full", "-s", "KILL", "-u", getpass.getuser())
             self.try_command("scancel", "-u", getpass.getuser())
-            wait_for(lambda: not self.try_command("squeue", "-h"), 20, "the end of all jobs")
+            wait_for(lambda: not self.try_command("squeue", "-h"), "the end of all jobs")
         finally:
             for daemon in reversed(self.daemons.values()):
                 daemon.terminate()
@@ -211,11 +214,12 @@ class Cluster:
     def wait(self, job: int, *states: str, seconds: float = 120.0) -> str:
         """Waits until the job is in one of ``states`` (by default: has ended, and its processes are gone)."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
-        wait_for(lambda: self.state(job) in (states or ended), seconds, f"job {job} (now {self.state(job)})")
+        wait_for(lambda: self.state(job) in (states or ended), f"job {job} (now {self.state(job)})", seconds)
         return self.state(job)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+    """Patient: a loaded machine may stand still for half a minute."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}"

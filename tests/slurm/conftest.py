@@ -16,3 +16,14 @@ def cluster(tmp_path_factory):
         yield made
     finally:
         made.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failed test tells what the daemons have logged last."""
+    report = yield
+    made = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and made is not None:
+        for path in sorted(made.folder.glob("slurm*.log")):
+            report.sections.append((path.name, "\n".join(path.read_text().splitlines()[-40:])))
+    return report

@@ -62,7 +62,7 @@ class Job:
         return int(latest.read_text().partition("-")[2]) if latest.is_file() else 0
 
     def wait_for_step(self, step: int, seconds: float = 200.0) -> None:
-        wait_for(lambda: self.step() >= step or self.ended(), seconds, f"step {step} (now {self.step()})")
+        wait_for(lambda: self.step() >= step or self.ended(), f"step {step} (now {self.step()})", seconds)
         assert self.step() >= step, self.output
 
     def ended(self) -> bool:
@@ -74,7 +74,7 @@ class Job:
 
     def comes_back(self) -> None:
         restarts = self.restarts_before + 1
-        wait_for(lambda: self.ended() or self.restarts == restarts, 100, f"restart {restarts}")
+        wait_for(lambda: self.ended() or self.restarts == restarts, f"restart {restarts}")
         assert self.restarts == restarts, self.output
 
     # --- disturbances -------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class Job:
         self.restarts_before = self.restarts
         ranks = list(self.processes())
         getattr(self, kind)()
-        wait_for(lambda: not any(lives(pid) for pid in ranks), 45, "the end of the attempt's ranks")
+        wait_for(lambda: not any(lives(pid) for pid in ranks), "the end of the attempt's ranks")
 
     def preempt(self) -> None:
         with self.paused_until_warned():
@@ -107,7 +107,7 @@ class Job:
             os.kill(pid, signal.SIGSTOP)
         told = self.output.count(WARNING)
         yield
-        wait_for(lambda: self.output.count(WARNING) > told, 75, "the warning")
+        wait_for(lambda: self.output.count(WARNING) > told, "the warning")
         for pid in ranks:
             os.kill(pid, signal.SIGCONT)
 
@@ -137,7 +137,7 @@ class Job:
         """It stays away; the same words continue its folder, under the other launcher."""
         self.cluster.command("scancel", str(self.id))
         assert self.cluster.wait(self.id) == "CANCELLED"
-        wait_for(lambda: not list(self.processes()), 45, "the end of its ranks")
+        wait_for(lambda: not list(self.processes()), "the end of its ranks")
         self.environment["TWINKLE_LAUNCHER"] = "torchrun"
         self.submit()
 

@@ -56,7 +56,7 @@ class Programs:
         return self.cluster.wait(job), int(self.cluster.field(job, "Restarts")), self.output(job)
 
     def until_ready(self, job: int) -> None:
-        wait_for(lambda: "ready" in self.output(job), 30, "the program")
+        wait_for(lambda: "ready" in self.output(job), "the program")
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_warning_of_the_scheduler(programs):
     """What the time limit sends, to the batch script alone; it reaches all ranks."""
     job = programs.submit(SAVES, options=("--nodes=2",))
     programs.until_ready(job)
-    wait_for(lambda: programs.output(job).count("ready") == 2, 20, "both ranks")
+    wait_for(lambda: programs.output(job).count("ready") == 2, "both ranks")
     programs.cluster.command("scancel", "--batch", "--signal=USR1", str(job))
     state, restarts, output = programs.end(job)
     assert (state, restarts) == ("COMPLETED", 1)
@@ -174,7 +174,7 @@ def test_cancelled_is_not_requeued(programs):
     programs.until_ready(job)
     programs.cluster.command("scancel", str(job))
     assert programs.cluster.wait(job) == "CANCELLED"
-    wait_for(lambda: "the ranks ended with" in programs.output(job), 40, "the end of the script")
+    wait_for(lambda: "the ranks ended with" in programs.output(job), "the end of the script")
     assert programs.cluster.field(job, "Restarts") == "0"
     assert "to continue" in programs.output(job)
 
@@ -184,9 +184,9 @@ def test_a_node_is_lost(programs, which):
     """Also the one that this script runs on."""
     cluster = programs.cluster
     job = programs.submit("if attempt == 0:\n    print('ready', flush=True)\n    time.sleep(100)", options=("--nodes=2",))
-    wait_for(lambda: programs.output(job).count("ready") == 2, 20, "both ranks")
+    wait_for(lambda: programs.output(job).count("ready") == 2, "both ranks")
     cluster.lose_node(cluster.nodes[which])
-    wait_for(lambda: cluster.field(job, "Restarts") == "1", 40, "the restart")
+    wait_for(lambda: cluster.field(job, "Restarts") == "1", "the restart")
     cluster.return_node(cluster.nodes[which])
     state, restarts, _ = programs.end(job)
     assert (state, restarts) == ("COMPLETED", 1)
@@ -216,7 +216,7 @@ time.sleep(150)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "started\n"
-    wait_for((conf.parent / "running").exists, 100, "the job")
+    wait_for((conf.parent / "running").exists, "the job")
 
     def of_the_cluster() -> list[int]:
         return [pid for pid, environ in processes() if environ.get(b"SLURM_CONF") == str(conf).encode() and lives(pid)]
@@ -225,4 +225,4 @@ time.sleep(150)
     process.kill()
     process.wait()
     process.stdout.close()
-    wait_for(lambda: not of_the_cluster(), 20, "the end of all processes of the cluster")
+    wait_for(lambda: not of_the_cluster(), "the end of all processes of the cluster")

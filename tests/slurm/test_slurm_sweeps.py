@@ -53,12 +53,12 @@ def test_a_sweep_through_submitit(cluster: Cluster, tmp_path: Path) -> None:
     words += [*SUBMITIT, "hydra.launcher.array_parallelism=4", "hydra.sweep.dir=sweeps/grid"]
     process = start(cluster, tmp_path, "train", "-m", *words)
     sweep = tmp_path / "sweeps" / "grid"
-    wait_for(lambda: len(rows(sweep / "1")) >= 2, 120, f"job 1: {process.poll()}")
+    wait_for(lambda: len(rows(sweep / "1")) >= 2, f"job 1: {process.poll()}")
     array = jobs(sweep)[1]["cluster_id"].partition("_")[0]
     # scancel would go on trying until the job is back, and then signal it once more.
     cluster.run("timeout", "1", "scancel", "--signal=USR2", f"{array}_1")
     cluster.command("scancel", f"{array}_7")
-    wait_for(lambda: len(finished(sweep)) >= 2, 120, "two finished jobs")
+    wait_for(lambda: len(finished(sweep)) >= 2, "two finished jobs")
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(finished(sweep)) < 7
@@ -95,7 +95,7 @@ def test_a_job_that_dies_does_not_keep_the_sweep_waiting(cluster: Cluster, tmp_p
     words = ["model=tiny", "backend.device=cpu", "trainer.max_steps=1000", "seed=0", *SUBMITIT, "hydra.sweep.dir=sweeps/dead"]
     process = start(cluster, tmp_path, "train", "-m", *words, "hydra.launcher.tasks_per_node=1")
     sweep = tmp_path / "sweeps" / "dead"
-    wait_for(lambda: rows(sweep / "0"), 120, f"the job: {process.poll()}")
+    wait_for(lambda: rows(sweep / "0"), f"the job: {process.poll()}")
     cluster.command("scancel", jobs(sweep)[0]["cluster_id"])  # the run saves and leaves, and is killed after KillWait
     out, _ = process.communicate(timeout=90)
     assert process.returncode == 75 and jobs(sweep)[0]["state"] == "stopped" and "dead: stopped; 1 stopped" in out, out
