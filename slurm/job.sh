@@ -23,11 +23,26 @@ submit() {
         options+=("$1")
         shift
     done
+    check_settings "$@"
     job=$(sbatch --parsable "${options[@]}" "$script" "$@") || exit $?
     job="${job%%;*}"
     find_run_dir "$(squeue -h -j "$job" -o %j)" "$job" "$@"
     echo "job $job is submitted (to end it: scancel $job)"
     tell_places "$job"
+}
+
+# check_settings [settings]: ends with train.py's words where a key or a value is wrong; else the job would, after its wait.
+check_settings() {
+    local code=0 told
+    told=$("${CONTAINER[@]}" "$PYTHON" "$TWINKLE_HOME/train.py" --cfg job "$@" 2>&1) || code=$?
+    case "$code" in
+        0) ;;
+        2)
+            echo "$told" >&2
+            exit 2
+            ;;
+        *) echo "the settings are not checked before the job runs: '$PYTHON train.py' does not work here (exit code $code)" >&2 ;;
+    esac
 }
 
 # find_run_dir NAME ID [settings]: sets run_dir, and run_dir_setting to what train.py must be told.

@@ -91,6 +91,16 @@ def test_script_that_submits_itself(programs):
     assert "['run_dir=X', 'loss=grpo']" in (elsewhere / f"own-{job}.out").read_text()
 
 
+@pytest.mark.parametrize("word", ["modle=tiny", "trainer.max_steps=abc"])
+def test_wrong_settings_are_not_queued(programs, word):
+    cluster, before = programs.cluster, programs.cluster.try_command("squeue", "-h", "-t", "all")
+    words = ["bash", str(ROOT / "slurm/train.sbatch"), "--job-name=own", word]
+    told = cluster.run(*words, cwd=programs.folder, PYTHON=sys.executable)
+    assert told.returncode == 2 and not told.stdout
+    assert told.stderr.startswith("config error: ") and word.partition("=")[0] in told.stderr
+    assert cluster.try_command("squeue", "-h", "-t", "all") == before
+
+
 def test_gpus_are_asked_for_by_the_site(programs):
     """SBATCH_GPUS_PER_NODE, as env.sh may set it; no GPU is asked for by default."""
     program = "print('gpus', os.environ.get('SLURM_GPUS_ON_NODE'))"
