@@ -64,7 +64,7 @@ def run(cases: list[Case], size: int, minutes: float, folder: Path) -> dict[Case
                 make_folder(model, folder / model)
         (folder / "cases.json").write_text(json.dumps([asdict(case) for case in batch]))
         arguments = (folder, folder / "expected", folder, folder / "cases.json")
-        launch("equality_worker", *arguments, processes=size, forked=True, seconds=1800)
+        launch("equality_worker", *arguments, processes=size, seconds=1800)
         parts = [json.loads((folder / f"{size}-{rank}.json").read_text()) for rank in range(size)]
         for case in batch:
             found[case] = {name: max(part[str(case)][name] for part in parts) for name in parts[0][str(case)]}
@@ -103,7 +103,7 @@ def report(found: dict[Case, Gaps], possible: int) -> str:
     return "\n".join([
         "# Megatron-Core against transformers", "",
         f"Made by `python benchmarks/megatron_equality.py`; {versions}, {platform.machine()}, CPU, float32.", "",
-        "Twenty optimizer steps of tiny models (4 layers, hidden size 32, vocabulary 251), AdamW with weight decay and clipping, "
+        "Twenty optimizer steps of tiny models (2 layers, `deep`: 4; size 32, vocabulary 251), AdamW, weight decay, clipping, "
         "windows of two calls, a short one at the end of an epoch, uneven rows, at times a share without a row. `sft`: "
         "cross-entropy; `grpo`: recorded rollouts with KL to a reference, entropy bonus and temperatures; `dpo`: pairs with a "
         "reference; `ppo`: with a critic.", "",

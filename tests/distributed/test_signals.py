@@ -7,15 +7,24 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from children import wait_until
 
+from twinkle_research.distributed import signals
 from twinkle_research.distributed.signals import StopSignals, signal_name
 
 
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
-    time.sleep(0.05)
+
+
+def at_the_end(stop: StopSignals) -> tuple[int, int]:
+    """Count and last signal, when all that has come is seen to: the pipe was closed, so its reader ends."""
+    stop._thread.join(30)
+    assert not stop._thread.is_alive()
+    return stop.count, stop.last
 
 
 def test_counts_and_restores():
@@ -23,20 +32,24 @@ def test_counts_and_restores():
     with StopSignals(leave_on_second=False) as stop:
         assert not stop.requested
         send(signal.SIGUSR1)
-        assert (stop.requested, stop.count, stop.last) == (True, 1, signal.SIGUSR1)
+        wait_until(lambda: stop.requested)
+        assert (stop.count, stop.last) == (1, signal.SIGUSR1)
         send(signal.SIGTERM)
-        assert (stop.count, stop.last) == (2, signal.SIGTERM)
+    assert at_the_end(stop) == (2, signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_echo_of_a_launcher_counts_once():
-    with StopSignals(echo_seconds=0.5, leave_on_second=False) as stop:
+@pytest.mark.parametrize(("after", "count", "last"), [(1.9, 1, signal.SIGTERM), (2.1, 2, signal.SIGINT)], ids=["echo", "request"])
+def test_echo_of_a_launcher_counts_once(monkeypatch, after, count, last):
+    """Whether a second signal is the same request depends on the time between the two alone."""
+    now = 1000.0
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    with StopSignals(echo_seconds=2.0, leave_on_second=False) as stop:
         send(signal.SIGTERM)
-        send(signal.SIGTERM)
-        assert stop.count == 1
-        time.sleep(0.5)
-        send(signal.SIGTERM)
-        assert stop.count == 2
+        wait_until(lambda: stop.requested)
+        now += after
+        send(signal.SIGINT)
+    assert at_the_end(stop) == (count, last)
 
 
 def test_ignored_after_the_end():
@@ -44,16 +57,18 @@ def test_ignored_after_the_end():
         stop.ignore()
         send(signal.SIGTERM)
         send(signal.SIGTERM)
-        assert not stop.requested
+    assert at_the_end(stop) == (0, 0)
 
 
 def test_forked_helper_does_not_count_for_its_parent():
+    ready, tell = os.pipe()
     with StopSignals(leave_on_second=False) as stop:
         child = os.fork()
         if child == 0:
-            time.sleep(5)
+            os.write(tell, b".")
+            time.sleep(60)
             os._exit(0)
-        time.sleep(0.2)
+        os.read(ready, 1)
         os.kill(child, signal.SIGINT)  # Ctrl-C reaches the whole process group
         os.kill(child, signal.SIGUSR1)
         time.sleep(0.2)
@@ -62,6 +77,9 @@ def test_forked_helper_does_not_count_for_its_parent():
         os.kill(child, signal.SIGTERM)
         _, code = os.waitpid(child, 0)
         assert os.WTERMSIG(code) == signal.SIGTERM
+    os.close(ready)
+    os.close(tell)
+    assert at_the_end(stop) == (0, 0)
 
 
 LEAVE = """

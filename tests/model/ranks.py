@@ -18,11 +18,12 @@ HERE = Path(__file__).parent
 
 
 def launch(
-    module: str, *arguments: object, processes: int = 2, seconds: float = 250, forked: bool = False, **variables: str
+    module: str, *arguments: object, processes: int = 2, seconds: float = 250, forked: bool = True, **variables: str
 ) -> None:
     """Until all have ended; fails with what they wrote to stderr unless all ended well.
 
     ``forked``: the module is imported once, before the processes part. Importing Megatron-Core takes longer than most tests.
+    Not for what starts threads when it is imported.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

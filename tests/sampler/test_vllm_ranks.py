@@ -16,5 +16,5 @@ sys.path.append(str(HERE.parent / "model"))
 def test_two_ranks_sample_what_one_process_samples(tmp_path):
     from ranks import launch
 
-    launch("vllm_worker", tmp_path, PYTHONPATH=os.pathsep.join(map(str, (HERE, HERE.parents[1]))))
+    launch("vllm_worker", tmp_path, forked=False, PYTHONPATH=os.pathsep.join(map(str, (HERE, HERE.parents[1]))))
     assert json.loads((tmp_path / "results.json").read_text()) == {"1": True, "2": True}

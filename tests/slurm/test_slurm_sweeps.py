@@ -1,4 +1,4 @@
-"""Sweeps on the cluster: jobs of two ranks through submitit, and as an array."""
+"""Sweeps on the cluster: grids and studies whose jobs have several ranks, through submitit, and as an array."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, wait_for
+from jobs import outcome, steps
+from test_preemption import SFT
 
 ROOT = Path(__file__).resolve().parents[2]
 TOYS = ROOT / "tests" / "sweep" / "sweep_toys.py"
 SUBMITIT = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2", "hydra.launcher.timeout_min=30"]
 
 
-def start(cluster: Cluster, cwd: Path, *words: str) -> subprocess.Popen[str]:
+def start(cluster: Cluster, cwd: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
+    """train or sweep, of toys (sweep_toys.py)."""
     python_path = os.pathsep.join([str(ROOT), str(TOYS.parent)])
     return subprocess.Popen(
         [sys.executable, str(TOYS), *words], cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env=cluster.environment | {"PYTHONPATH": python_path, "TOY_RANKS": "1", "TOY_PAUSE": "0.4"},
+        env=cluster.environment | {"PYTHONPATH": python_path, "TOY_RANKS": "1", "TOY_PAUSE": "0.4"} | environment,
     )  # fmt: skip
 
 
@@ -115,3 +118,81 @@ def test_an_array_is_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
     assert "this sweep has 2 jobs: there is no job 2; submit it with --array=0-1" in printed
     assert {n: (job["state"], job["step"]) for n, job in jobs(sweep).items()} == {0: ("finished", 2), 1: ("finished", 3)}
     assert "polyline" in (sweep / "report.html").read_text()
+
+
+STUDY = ["-m", "model=tiny", "backend.device=cpu", "trainer.max_steps=3", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=6",
+         "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.n_startup_trials=4", "hydra.sweep.dir=sweeps/study",
+         "optimizer.lr=tag(log,interval(1e-3,1e-1))", "adapter.r=interval(16,24)"]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_study_through_submitit(cluster: Cluster, tmp_path: Path) -> None:
+    """Killed while two of its trials run as jobs of Slurm, and resumed, it has the jobs of a study that nothing has disturbed."""
+    quiet = tmp_path / "undisturbed"
+    quiet.mkdir()
+    undisturbed = start(cluster, quiet, "train", *STUDY, TOY_RANKS="", TOY_PAUSE="0")
+    process = start(cluster, tmp_path, "train", *STUDY, *SUBMITIT, TOY_PAUSE="1")
+    sweep = tmp_path / "sweeps" / "study"
+    wait_for(lambda: rows(sweep / "2") or process.poll() is not None, "job 2, of the second round")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    known = jobs(sweep)
+    assert sorted(known) == [0, 1, 2, 3] and finished(sweep) >= {0, 1} and known[2]["cluster_id"] != known[3]["cluster_id"]
+
+    process = start(cluster, tmp_path, "sweep", "resume", "sweeps/study")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "6 finished" in out, out
+    text, _ = undisturbed.communicate(timeout=120)
+    found, wanted = jobs(sweep), jobs(quiet / "sweeps" / "study")
+    assert [found[n]["cluster_id"] for n in range(4)] == [known[n]["cluster_id"] for n in range(4)], out  # none was run again
+    assert len(wanted) == 6, text
+    assert {n: (job["overrides"], job["objective"]) for n, job in found.items()} == {
+        n: (job["overrides"], job["objective"]) for n, job in wanted.items()
+    }
+    assert all([row["step"] for row in rows(sweep / str(n))] == [1, 2, 3] for n in found)
+    best = min(found.values(), key=lambda job: job["objective"])
+    assert f"best job    {sweep / str(best['number'])}" in out and best["objective"] < 0.1, out
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_jobs_of_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    words = ["model=tiny", "backend.device=cpu", "trainer.max_steps=2", "adapter.r=16,20", *SUBMITIT, "hydra.launcher.nodes=2"]
+    process = start(cluster, tmp_path, "train", "-m", *words, "hydra.sweep.dir=sweeps/wide", TOY_PAUSE="0")
+    out, _ = process.communicate(timeout=240)
+    sweep = tmp_path / "sweeps" / "wide"
+    assert process.returncode == 0 and finished(sweep) == {0, 1}, out
+    for number in (0, 1):
+        first, last = cluster.nodes
+        assert [(row["step"], row["ranks"], row["nodes"]) for row in rows(sweep / str(number))] == [
+            (step, 4, [first, first, last, last]) for step in (1, 2)
+        ]
+        assert len(list((sweep / str(number) / "logs").glob("rank-*.log"))) == 4
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == [".submitit", "0", "1"]
+
+
+def train(cluster: Cluster, cwd: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "-m", *words], cwd=cwd, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=cluster.environment,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_preempted_job_comes_back_and_the_sweep_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    """Two jobs of the same training, each on a node of its own; one is driven away by the partition above."""
+    words = [*SFT, "backend.device=cpu", "trainer.max_steps=40", "tracking.report=false,true", *SUBMITIT]
+    process = train(cluster, tmp_path, *words, "hydra.launcher.cpus_per_task=2", "hydra.sweep.dir=sweeps/driven")
+    sweep = tmp_path / "sweeps" / "driven"
+    wait_for(lambda: len(rows(sweep / "0")) >= 10 or process.poll() is not None, "10 steps of job 0")
+    victim = jobs(sweep)[0]["cluster_id"]
+    node = cluster.command("squeue", "-h", "-j", victim, "-o", "%N")
+    other = cluster.submit("--partition=high", f"--nodelist={node}", "--exclusive", "--wrap=sleep 1", cwd=tmp_path)
+    out, _ = process.communicate(timeout=300)
+    assert cluster.wait(other) == "COMPLETED"
+    assert process.returncode == 0 and finished(sweep) == {0, 1} and "2 finished" in out, out
+    assert [cluster.field(jobs(sweep)[number]["cluster_id"], "Restarts") for number in (0, 1)] == ["1", "0"], out
+    assert [steps(sweep / str(number)) for number in (0, 1)] == [list(range(1, 41))] * 2
+    assert outcome(sweep / "0") == outcome(sweep / "1")

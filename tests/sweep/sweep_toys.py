@@ -42,12 +42,14 @@ def bowl(cfg, runtime, folder):
     if is_cracked(cfg):
         raise ValueError("the bowl is cracked at 7")
     step = runtime.broadcast_object(folder.last_step())
+    nodes = runtime.gather_objects(os.environ.get("SLURMD_NODENAME"))
     while step < cfg.trainer.max_steps:
         step += 1
         ranks = runtime.all_reduce_sum(1.0)
         if runtime.is_main:
             with folder.metrics.open("a") as file:
-                file.write(json.dumps({"step": step, "loss": bowl_of(cfg) + 1 / step, "ranks": ranks}) + "\n")
+                row = {"step": step, "loss": bowl_of(cfg) + 1 / step, "ranks": ranks, "nodes": nodes}
+                file.write(json.dumps(row) + "\n")
         if runtime.stop_requested() and step < cfg.trainer.max_steps:
             raise Stopped(f"stopped at step {step} of {cfg.trainer.max_steps}")
         time.sleep(float(os.environ.get("TOY_PAUSE", "0")))

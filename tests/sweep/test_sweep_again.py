@@ -15,6 +15,7 @@ from twinkle_research.config.cli import main
 from twinkle_research.distributed import launcher
 from twinkle_research.distributed.signals import StopSignals
 from twinkle_research.errors import ConfigError
+from twinkle_research.sweep.arrays import prepare_task
 from twinkle_research.sweep.job import record_failure
 from twinkle_research.trainer.rundir import RunFolder
 
@@ -104,6 +105,14 @@ def test_a_signal_in_the_last_step_of_a_job_stops_the_sweep(words: list[str], jo
 
 
 @pytest.mark.long
+def test_a_study_of_few_different_jobs_runs_each_once(started: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main([*WORDS, "hydra/sweeper=optuna", "adapter.r=8,16,range(20,22)", "seed=3"]) == 0
+    assert "make 4 different jobs: each is run once, in place of hydra.sweeper.n_trials=20" in capsys.readouterr().out
+    jobs = json.loads(Path("sweeps/x/sweep.json").read_text())["jobs"]
+    assert sorted(job["overrides"][-1] for job in jobs) == [f"adapter.r={r}" for r in (16, 20, 21, 8)] and len(started) == 4
+
+
+@pytest.mark.long
 def test_a_study_that_is_refused_leaves_what_is_there(started: list[str], capsys: pytest.CaptureFixture) -> None:
     words = [word.replace("n_trials=3", "n_trials=1") for word in STUDY]
     assert main([*WORDS, *words]) == 0
@@ -137,6 +146,26 @@ def test_a_folder_that_cannot_be(capsys: pytest.CaptureFixture) -> None:
         assert main(["-m", "model=tiny", "seed=0,1", f"hydra.sweep.dir={folder}"]) == 2
         error = capsys.readouterr().err
         assert "hydra.sweep.dir=" in error and message in error
+
+
+def test_a_folder_within_anothers(started: list[str], capsys: pytest.CaptureFixture) -> None:
+    run = RunFolder(Path("run").absolute())
+    run.create()
+    run.write_status("stopped")
+    Path("sweep").mkdir()
+    Path("sweep/sweep.json").touch()
+    before = sorted(Path().rglob("*"))
+    for folder, message in (
+        ("run", f"{run} is the folder of a run"),
+        ("run/a/b", f"{run} is the folder of a run"),
+        ("sweep/0", f"{Path('sweep').absolute()} is the folder of another sweep"),
+    ):
+        assert main(["-m", "model=tiny", "seed=0,1", f"hydra.sweep.dir={folder}"]) == 2
+        error = capsys.readouterr().err
+        assert f"hydra.sweep.dir={Path(folder).absolute()}: {message}" in error and not started
+        with pytest.raises(ConfigError, match=message):
+            prepare_task(Path(folder), 0, ["model=tiny", "seed=0,1"])
+    assert sorted(Path().rglob("*")) == before
 
 
 @pytest.mark.parametrize(

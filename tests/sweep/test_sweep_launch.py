@@ -14,6 +14,7 @@ from twinkle_research.distributed import launcher
 from twinkle_research.sweep.command import main as command
 from twinkle_research.sweep.local import gpus_of, share, slots_of
 
+SLURM = "hydra/launcher=submitit_slurm"
 WORDS = ["-m", "model=tiny", "hydra.sweep.dir=sweeps/x"]
 
 
@@ -85,8 +86,15 @@ def test_the_objectives_of_other_kinds_of_runs_are_not_compared(started: list[Pa
         (["hydra/launcher=joblip"], "did you mean 'joblib'?"),
         (["hydra/launcher=joblib", "hydra.launcher.njobs=2"], "did you mean 'hydra.launcher.n_jobs'?"),
         (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "hydra.launcher.n_jobs=0"),
-        (["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=0"], "timeout_min must be above 0"),
-        (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0"], "n_trials must be at least 1"),
+        (["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=0"], "launcher.timeout_min must be at least 1, got 0"),
+        (["hydra/launcher=submitit_local", "hydra.launcher.submitit_folder=x/%j"], "names such as %j are for Slurm"),
+        ([SLURM, "hydra.launcher.nodes=0"], "hydra.launcher.nodes must be at least 1, got 0"),
+        ([SLURM, "hydra.launcher.tasks_per_node=0"], "hydra.launcher.tasks_per_node must be at least 1, got 0"),
+        ([SLURM, "hydra.launcher.gpus_per_node=-1"], "hydra.launcher.gpus_per_node must be at least 0, got -1"),
+        ([SLURM, "hydra.launcher.timeout_min=2"], "signal_delay_s=120: jobs are told to save so many seconds before"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be at least 1, got 0"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be at least 1, got 0"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.sampler.n_startup_trials=-1"], "n_startup_trials must be at least 0, got -1"),
         (["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize"], "loss, which is better when lower"),
         (["hydra/sweeper=optuna", "hydra.sweeper.direction=up"], "must be minimize or maximize"),
         (["hydra/sweeper=optuna", "dry_run=true"], "a study has no jobs before it runs"),

@@ -11,8 +11,8 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,36 @@ _OTHER_PARTS = {"visual", "vision_tower", "vision_model", "audio_tower", "multi_
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _SHARED = re.compile(r"\.mlp\.shared_experts?\.up_proj\.weight$")
 _COMPRESSED = ("q_a_proj", "kv_a_proj_with_mqa")
+# What tensor parallelism cuts: along the outputs, with biases, and along the inputs.
+COLUMN = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+)  # fmt: skip
+ROW = ("o_proj", "down_proj")
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Numbers of a layer: what each tensor-parallel process has whole, what they share, and the experts."""
+
+    whole: int
+    cut: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class LatentWidths:
+    """Of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): of the narrow vectors that queries (0: they are not
+    compressed) and keys with values come out of, and of a head's query or key without and with rotation, and of its value."""
+
+    query_rank: int
+    rank: int
+    content: int
+    rotated: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +71,8 @@ class Facts:
     is not tied, output head. ``modules`` are all modules that own a weight, under their on-disk names, head included;
     ``linear_modules`` the last name parts of those that ``all-linear`` stands for. ``weight_bytes`` is the size on disk.
     Of a mixture of experts: ``num_experts`` in a layer, ``experts_per_token``, ``expert_intermediate_size`` of one expert's
-    MLP, and the parameters of them all; ``has_dense_layers`` where there are also layers with an ordinary MLP.
+    MLP, and the parameters of them all; ``has_dense_layers`` where there are also layers with an ordinary MLP. ``tensors``: all
+    outside of experts, with their shapes; ``layer_experts``: the parameters of each layer's experts.
     """
 
     model_type: str
@@ -70,6 +98,13 @@ class Facts:
     has_dense_layers: bool = True
     shared_expert_size: int = 0  # columns of the expert that every token sees
     compressed: tuple[tuple[str, int], ...] = ()  # of latent attention: matrix, width of what it gives
+    latent: LatentWidths | None = None
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    layer_experts: tuple[int, ...] = ()
+
+    def __hash__(self) -> int:
+        """Of a few of them: what is reckoned from facts is kept, and reckoned for very many layouts."""
+        return hash((self.model_type, self.parameters, self.num_layers, self.hidden_size))
 
     def unknown_modules(self, targets: Iterable[str]) -> list[str]:
         """Those of ``targets`` that name no module. A target names a whole module path or the end of one (PEFT's rule)."""
@@ -82,6 +117,23 @@ class Facts:
     def kinds(self) -> Mapping[str, int]:
         """Last name of a module outside of experts -> how many there are of it. Experts are no linear modules in memory."""
         return Counter(name.rpartition(".")[2] for name in self.modules if "experts" not in name.split("."))
+
+    @cached_property
+    def layers(self) -> tuple[LayerParameters, ...]:
+        whole, cut = [0] * self.num_layers, [0] * self.num_layers
+        for name, shape in self.tensors:
+            number, last = int(layer_of(name) or self.num_layers), _module(name)[1]
+            if number < self.num_layers:
+                is_cut = last in COLUMN or (last in ROW and len(shape) == 2)
+                (cut if is_cut else whole)[number] += math.prod(shape)
+        return tuple(map(LayerParameters, whole, cut, self.layer_experts))
+
+    @cached_property
+    def matrices(self) -> Mapping[str, tuple[int, int]]:
+        """Module outside of experts -> (outputs, inputs) of its matrix. A tied head has the embedding's."""
+        found = {_module(name)[0]: shape for name, shape in self.tensors if len(shape) == 2 and name.endswith(".weight")}
+        embedding = next((shape for name, shape in found.items() if is_embedding(name)), None)
+        return found | ({"lm_head": embedding} if self.tied_embeddings and embedding else {})
 
     def hint(self, target: str) -> str:
         """The nearest valid name for an unknown target."""
@@ -96,6 +148,16 @@ def read_facts(source: str | Path | ArchitectureConfig) -> Facts:
     config = read_json(folder / "config.json")
     headers = _read_headers(folder)
     return _facts_of_folder(config, headers)
+
+
+def layer_of(name: str) -> str | None:
+    """The number of the layer that a tensor or module is in."""
+    found = _LAYER.search(name)
+    return found[0] if found else None
+
+
+def is_embedding(module: str) -> bool:
+    return module.rpartition(".")[2] in _EMBEDDINGS
 
 
 def is_vocabulary_module(name: str) -> bool:
@@ -160,17 +222,37 @@ def _facts_of_architecture(arch: ArchitectureConfig) -> Facts:
 
 @cache
 def _facts_of_dimensions(*dimensions: Any) -> Facts:
-    """Cached: a large mixture has tens of thousands of tensors."""
+    """Cached, and counted from one layer: a large mixture has tens of thousands of tensors, and its layers are alike."""
     arch = ArchitectureConfig(*dimensions)
-    shapes = tensor_shapes(arch)
+    shapes = tensor_shapes(replace(arch, num_layers=1))
     return Facts(
         model_type=arch.model_type, vocab_size=arch.vocab_size, hidden_size=arch.hidden_size,
         intermediate_size=arch.intermediate_size, num_layers=arch.num_layers, num_heads=arch.num_heads,
         num_kv_heads=arch.num_kv_heads, head_dim=arch.head_dim, max_positions=arch.max_positions,
         tied_embeddings=arch.tied_embeddings, weight_bytes=0, num_experts=arch.num_experts,
         experts_per_token=arch.experts_per_token, expert_intermediate_size=arch.expert_intermediate_size,
-        has_dense_layers=not arch.num_experts, **_count(shapes, arch.tied_embeddings),
+        has_dense_layers=not arch.num_experts, **_repeated(_count(shapes, 1, arch.tied_embeddings), arch.num_layers),
     )  # fmt: skip
+
+
+def _repeated(counts: dict[str, Any], layers: int) -> dict[str, Any]:
+    """What ``_count`` gives for ``layers`` layers, out of that for one."""
+    inside = counts["expert_parameters"] + sum(math.prod(shape) for name, shape in counts["tensors"] if layer_of(name))
+
+    def of_all(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+        for name in names:
+            before, layer, after = name.partition(".layers.0.")
+            for number in range(layers if layer else 1):
+                yield name, f"{before}.layers.{number}.{after}" if layer else name
+
+    shapes = dict(counts["tensors"])
+    return counts | {
+        "parameters": counts["parameters"] + (layers - 1) * inside, "expert_parameters": counts["expert_parameters"] * layers,
+        "linear_shapes": tuple(shape for shape in counts["linear_shapes"] for _ in range(layers)),
+        "modules": tuple(sorted(name for _, name in of_all(counts["modules"]))),
+        "tensors": tuple(sorted((name, shapes[own]) for own, name in of_all(shapes))),
+        "layer_experts": counts["layer_experts"] * layers,
+    }  # fmt: skip
 
 
 # --- folders --------------------------------------------------------------------------------------------------------
@@ -193,13 +275,14 @@ def _facts_of_folder(config: dict[str, Any], headers: _Headers) -> Facts:
 
     hidden, heads = number("hidden_size", "n_embd", "d_model"), number("num_attention_heads", "n_head")
     width = number("intermediate_size", "n_inner", "ffn_dim")
-    experts = number("num_local_experts", "num_experts", "n_routed_experts")
+    experts, layers = number("num_local_experts", "num_experts", "n_routed_experts"), number("num_hidden_layers", "n_layer")
+    widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return Facts(
         model_type=str(config.get("model_type", "unknown")),
         vocab_size=number("vocab_size"),
         hidden_size=hidden,
         intermediate_size=width,
-        num_layers=number("num_hidden_layers", "n_layer"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=number("num_key_value_heads", default=heads),
         head_dim=number("head_dim", default=hidden // heads if heads else 0),
@@ -212,7 +295,8 @@ def _facts_of_folder(config: dict[str, Any], headers: _Headers) -> Facts:
         has_dense_layers=not experts or any(_module(name)[0].endswith(".mlp.up_proj") for name in shapes),
         shared_expert_size=next((shape[0] for name, shape in shapes.items() if _SHARED.search(name)), 0),
         compressed=tuple(sorted({(_module(n)[1], shape[0]) for n, shape in shapes.items() if _module(n)[1] in _COMPRESSED})),
-        **_count(shapes, tied, peft_takes_experts=config.get("model_type") != "qwen2_moe"),
+        latent=LatentWidths(*map(number, widths)) if number("kv_lora_rank") else None,
+        **_count(shapes, layers, tied, peft_takes_experts=config.get("model_type") != "qwen2_moe"),
     )
 
 
@@ -222,9 +306,9 @@ def _module(tensor: str) -> tuple[str, str]:
     return path, path.rsplit(".", 1)[-1]
 
 
-def _count(shapes: Shapes, tied: bool, peft_takes_experts: bool = True) -> dict[str, Any]:
+def _count(shapes: Shapes, layers: int, tied: bool, peft_takes_experts: bool = True) -> dict[str, Any]:
     """Parameter counts and module names out of tensor names and shapes."""
-    modules, linear, of_experts = [], [], set()
+    modules, linear, of_experts, tensors, in_layer = [], [], set(), [], [0] * layers
     parameters = embedding = experts = 0
     for tensor, shape in shapes.items():
         path, last = _module(tensor)
@@ -232,11 +316,16 @@ def _count(shapes: Shapes, tied: bool, peft_takes_experts: bool = True) -> dict[
             continue  # some checkpoints hold the tied matrix twice
         modules.append(path)
         parameters += math.prod(shape)
-        if last in _EMBEDDINGS or last in _HEADS:
-            embedding += math.prod(shape)
-        elif "experts" in path.split("."):
+        if "experts" in path.split("."):
             experts += math.prod(shape)
             of_experts.add(last)
+            number = int(layer_of(tensor) or 0)
+            if number < layers:  # others are of parts that are not loaded
+                in_layer[number] += math.prod(shape)
+            continue
+        tensors.append((tensor, tuple(shape)))
+        if last in _EMBEDDINGS or last in _HEADS:
+            embedding += math.prod(shape)
         elif last not in _ROUTERS and len(shape) == 2 and tensor.endswith(".weight"):
             linear.append((last, (shape[0], shape[1])))
     if tied:
@@ -247,6 +336,7 @@ def _count(shapes: Shapes, tied: bool, peft_takes_experts: bool = True) -> dict[
         "parameters": parameters, "embedding_parameters": embedding, "expert_parameters": experts,
         "linear_shapes": tuple(sorted(shape for _, shape in linear)),
         "linear_modules": tuple(sorted({last for last, _ in linear})), "modules": tuple(sorted(set(modules))),
+        "tensors": tuple(sorted(tensors)), "layer_experts": tuple(in_layer),
     }  # fmt: skip
 
 

@@ -16,7 +16,10 @@ USUAL_CONTEXT = 8192  # tokens, of a model that does not say
 
 def bytes_per_token(facts: Facts, size: int, tensor_parallel: int = 1) -> int:
     """Keys and values of a token on one of the processes that share an engine; ``size``: bytes of a number. 0: not known.
-    With fewer key-value heads than processes, as vLLM has it, each process has one."""
+    With fewer key-value heads than processes, as vLLM has it, each process has one; of latent attention the narrow vector,
+    whole."""
+    if facts.latent is not None:
+        return facts.num_layers * (facts.latent.rank + facts.latent.rotated) * size
     return 2 * facts.num_layers * -(-facts.num_kv_heads // tensor_parallel) * facts.head_dim * size
 
 

@@ -11,12 +11,15 @@ from omegaconf import DictConfig
 from twinkle_research.config.resume import check_resume
 from twinkle_research.config.storage import FILE_NAME, load_config, to_object
 from twinkle_research.errors import ConfigError
-from twinkle_research.sweep.folder import Sweep, SweepJob
+from twinkle_research.sweep.folder import SWEEP, Sweep, SweepJob
 from twinkle_research.sweep.job import CONFIG
+from twinkle_research.trainer.rundir import STATES as RUN_STATES
+from twinkle_research.trainer.rundir import RunFolder
 
 
 def check_folder(path: Path) -> None:
-    """Raises ConfigError where the folder of a sweep can neither be found nor be made. Leaves nothing behind."""
+    """Raises ConfigError where the folder of a sweep can neither be found nor be made, or is not its own. Leaves nothing
+    behind."""
     path = path.absolute()
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     existing = missing[-1].parent if missing else path
@@ -24,6 +27,7 @@ def check_folder(path: Path) -> None:
         raise ConfigError(f"hydra.sweep.dir={path}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"hydra.sweep.dir={path}: {existing} cannot be written to")
+    refuse_inside(path)
     made = []
     try:
         for folder in reversed(missing):
@@ -39,6 +43,16 @@ def check_folder(path: Path) -> None:
                 folder.rmdir()
             except OSError:  # another process has put something there
                 break
+
+
+def refuse_inside(path: Path) -> None:
+    """Raises ConfigError where the folder of a sweep would be, or be part of, that of a run or of another sweep."""
+    path = path.resolve()
+    for folder in filter(Path.is_dir, (path, *path.parents)):
+        if RunFolder(folder).read_status().get("state") in RUN_STATES:
+            raise ConfigError(f"hydra.sweep.dir={path}: {folder} is the folder of a run; give one that is in no run's")
+        if folder != path and (folder / SWEEP).is_file():
+            raise ConfigError(f"hydra.sweep.dir={path}: {folder} is the folder of another sweep; give one beside it")
 
 
 def check_same_jobs(

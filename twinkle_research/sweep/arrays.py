@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from twinkle_research.config.checks import validate
 from twinkle_research.config.composing import compose_with_hydra, without_hydra
 from twinkle_research.errors import ConfigError
+from twinkle_research.sweep.again import refuse_inside
 from twinkle_research.sweep.folder import ARRAY, SWEEP, Plan, Sweep, SweepJob
 from twinkle_research.sweep.job import CONFIG, write_job
 from twinkle_research.sweep.objective import objective_of
@@ -35,6 +36,7 @@ def prepare_task(path: Path, number: int, words: list[str]) -> Path:
     if not 0 <= number < len(jobs):
         raise ConfigError(f"this sweep has {len(jobs)} jobs: there is no job {number}; submit it with --array=0-{len(jobs) - 1}")
     path = path.absolute()
+    refuse_inside(path)
     folder = path / str(number)
     sweep_jobs = {n: SweepJob(n, list(job)) for n, job in enumerate(jobs)}
     if (path / SWEEP).is_file():

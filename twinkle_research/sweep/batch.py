@@ -46,8 +46,11 @@ def check_settings(kind: str, settings: dict[str, Any]) -> None:
         raise ConfigError(f"hydra/launcher={kind} needs submitit: pip install -e '.[slurm]'") from error
     if kind == "submitit_slurm" and SlurmExecutor.affinity() < 0:
         raise ConfigError("hydra/launcher=submitit_slurm: there is no srun here; submit from a machine of the cluster")
-    if settings["timeout_min"] <= 0:
-        raise ConfigError(f"hydra.launcher.timeout_min must be above 0, got {settings['timeout_min']}")
+    if kind == "submitit_local" and "%" in settings["submitit_folder"]:
+        raise ConfigError(
+            f"hydra.launcher.submitit_folder={settings['submitit_folder']}: names such as %j are for Slurm; here the names of "
+            "the files in it have the number of the job"
+        )
 
 
 @dataclass

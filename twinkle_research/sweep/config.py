@@ -26,8 +26,8 @@ class JoblibConfig:
 class SubmititConfig:
     """What both kinds of batch jobs have."""
 
-    # Where submitit keeps its files and what the jobs print.
-    submitit_folder: str = "${hydra.sweep.dir}/.submitit/%j"
+    # Where submitit keeps its files and what the jobs print. In a folder of Slurm's jobs %j is the number of the job.
+    submitit_folder: str = "${hydra.sweep.dir}/.submitit"
     # Time limit of a job, after which it is saved, queued again and goes on.
     timeout_min: int = 60
     # How often a job comes back after its time limit.
@@ -41,6 +41,7 @@ class SubmititLocalConfig(SubmititConfig):
     """As submitit_slurm, but processes of this machine, all at once; to try things out."""
 
     _target_: str = f"{_PLUGINS}submitit_launcher.submitit_launcher.LocalLauncher"
+    # GPUs that a job sees, the first ones; null: none.
     gpus_per_node: Optional[int] = None
 
 
@@ -49,6 +50,7 @@ class SubmititSlurmConfig(SubmititConfig):
     """Each job a job of Slurm, all of them an array."""
 
     _target_: str = f"{_PLUGINS}submitit_launcher.submitit_launcher.SlurmLauncher"
+    submitit_folder: str = "${hydra.sweep.dir}/.submitit/%j"
     # Seconds before the time limit at which the jobs are told to save.
     signal_delay_s: int = 120
     # Name of the array in the queue.

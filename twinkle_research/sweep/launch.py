@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -30,8 +28,9 @@ from twinkle_research.config.composing import without_hydra
 from twinkle_research.config.storage import to_object
 from twinkle_research.distributed.env import WorldInfo
 from twinkle_research.distributed.signals import StopSignals
-from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError, nearest
-from twinkle_research.sweep.again import check_folder, check_same_jobs
+from twinkle_research.errors import EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UserError
+from twinkle_research.sweep.again import check_same_jobs
+from twinkle_research.sweep.checks import check_settings, refuse_intervals, swept
 from twinkle_research.sweep.console import closing_text
 from twinkle_research.sweep.folder import SWEEP, Plan, Sweep, SweepJob, one_line
 from twinkle_research.sweep.job import record_failure
@@ -46,10 +45,6 @@ LAUNCHERS = {
     "SlurmLauncher": "submitit_slurm",
 }
 SWEEPERS = {"BasicSweeper": "basic", "OptunaSweeper": "optuna"}
-# What has a meaning in a sweep; Hydra's other settings would be read by nobody.
-HYDRA_KEYS = (
-    "hydra.sweep.dir", "hydra.launcher", "hydra.sweeper", "hydra.job.name", "hydra.mode", "hydra.searchpath", "hydra.verbose",
-)  # fmt: skip
 REPORT_SECONDS = 30.0
 
 Start = Callable[[DictConfig, WorldInfo, bool], int]
@@ -333,35 +328,6 @@ def _returned(words: Sequence[str], value: float | None) -> JobReturn:
     result = JobReturn(overrides=list(words), status=JobStatus.COMPLETED)
     result.return_value = value
     return result
-
-
-def swept(config: DictConfig) -> list[Override]:
-    """What the words, or ``hydra.sweeper.params``, give several values."""
-    params = config.hydra.sweeper.get("params") or {}
-    words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
-    return [own for own in OverridesParser.create().parse_overrides(words) if own.is_sweep_override()]
-
-
-def refuse_intervals(config: DictConfig) -> None:
-    for own in swept(config):
-        if own.is_interval_sweep():
-            key = own.get_key_element()
-            raise ConfigError(f"'{key}' is an interval; hydra/sweeper=optuna chooses from it, or give its values: {key}=a,b,c")
-
-
-def check_settings(config: DictConfig) -> None:
-    """Raises ConfigError for a setting of Hydra's that nothing here reads."""
-    for word in config.hydra.overrides.hydra:
-        key = word.lstrip("+~").partition("=")[0].replace("/", ".")
-        if not any(key == known or key.startswith(f"{known}.") for known in HYDRA_KEYS):
-            more = " (the folder of job N is <hydra.sweep.dir>/N)" if key == "hydra.sweep.subdir" else ""
-            raise ConfigError(f"'{key}' has no effect in a sweep{more}; {nearest(key, HYDRA_KEYS)}")
-    if config.hydra.sweeper.get("max_batch_size") is not None:
-        raise ConfigError(
-            "'hydra.sweeper.max_batch_size' has no effect here: the launcher says how many jobs run at once, "
-            "hydra/launcher=joblib hydra.launcher.n_jobs=4 for example"
-        )
-    check_folder(Path(config.hydra.sweep.dir))
 
 
 def _chosen(section: DictConfig, known: dict[str, str], group: str) -> str:

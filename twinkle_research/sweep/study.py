@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import InstantiationException
 from hydra.plugins.sweeper import Sweeper
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -32,6 +33,7 @@ from twinkle_research.sweep.objective import objective_of_study
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.distributions import BaseDistribution
+    from optuna.samplers import BaseSampler
     from optuna.trial import FrozenTrial
 
     from twinkle_research.sweep.launch import SweepLauncher, SweepRun
@@ -53,10 +55,9 @@ class StudySweeper(Sweeper):
         self.launcher = launcher
         self.config = config
         self.settings = config.hydra.sweeper
-        if self.settings.n_trials < 1:
-            raise ConfigError(f"hydra.sweeper.n_trials must be at least 1, got {self.settings.n_trials}")
         if self.settings.direction not in (None, "minimize", "maximize"):
             raise ConfigError(f"hydra.sweeper.direction must be minimize or maximize, got '{self.settings.direction}'")
+        self.make_sampler(0)
         if config.get("dry_run"):
             raise ConfigError("dry_run=true: a study has no jobs before it runs; leave out -m and what is swept to see a plan")
 
@@ -72,10 +73,14 @@ class StudySweeper(Sweeper):
             raise ConfigError(
                 "a study needs something to choose: optimizer.lr='tag(log, interval(1e-5, 1e-3))' or adapter.r=4,8,16"
             )
-        if self.is_grid():
-            self.run.trials = min(self.settings.n_trials, size_of(grid_of(space)))
-        else:
-            self.run.trials = self.settings.n_trials
+        different = size_of(grid_of(space)) if self.is_grid() or is_finite(space) else math.inf
+        each_once = self.is_grid() or different <= self.settings.n_trials
+        self.run.trials = min(self.settings.n_trials, different)
+        if different < self.settings.n_trials:
+            print(
+                f"the settings to choose from make {different} different jobs: each is run once, in place of "
+                f"hydra.sweeper.n_trials={self.settings.n_trials}", flush=True,
+            )  # fmt: skip
         study = self.open(space, fixed)
         latest = self.known_jobs(study)
         again = [job for job, trial in sorted(latest.items()) if trial.state != TrialState.COMPLETE]
@@ -85,10 +90,10 @@ class StudySweeper(Sweeper):
                 tell_again(study, latest[number], value)
         while (first := len(latest)) < self.run.trials:
             numbers = list(range(first, min(first + self.at_once(), self.run.trials)))
-            if self.is_grid():
+            if each_once:
                 trials = [self.from_grid(study, space, number) for number in numbers]
             else:
-                study.sampler = instantiate(self.settings.sampler, seed=self.seed("sweep", first) % 2**32)
+                study.sampler = self.make_sampler(self.seed("sweep", first) % 2**32)
                 trials = [ask(study, space, number) for number in numbers]
             values = self.launcher.launch_jobs([(n, words_of(t.params, fixed)) for n, t in zip(numbers, trials, strict=True)])
             for number, trial in zip(numbers, trials, strict=True):
@@ -127,24 +132,36 @@ class StudySweeper(Sweeper):
     def is_grid(self) -> bool:
         return str(self.settings.sampler.get("_target_")).endswith(".GridSampler")
 
+    def make_sampler(self, seed: int) -> BaseSampler | None:
+        """None for a grid, which is ours. Raises ConfigError where Optuna has none with these settings."""
+        if self.is_grid():
+            return None
+        try:
+            return instantiate(self.settings.sampler, seed=seed)
+        except InstantiationException as error:
+            said = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
+            given = ", ".join(f"{key}={value}" for key, value in self.settings.sampler.items() if key != "_target_")
+            raise ConfigError(
+                f"hydra/sweeper/sampler: {self.settings.sampler._target_} cannot be made with {given}: {said}"
+            ) from error
+
     def seed(self, *key: object) -> int:
         own = self.settings.sampler.get("seed")
         return derive_seed(self.config.seed if own is None else own, *key)
 
     def from_grid(self, study: Study, space: dict[str, BaseDistribution], number: int) -> FrozenTrial:
-        """The combination of job ``number``. Optuna's own grid only works where Optuna calls the jobs."""
+        """The next combination, for job ``number``. Optuna's own grid only works where Optuna calls the jobs."""
         from optuna.trial import TrialState, create_trial
 
         points = list(itertools.product(*grid_of(space).values()))
+        drawn = [trial.params for trial in study.get_trials(deepcopy=False)]
         order = sorted(range(len(points)), key=lambda place: self.seed("grid", place))
-        params = dict(zip(space, points[order[number]], strict=True))
+        params = next(p for place in order if (p := dict(zip(space, points[place], strict=True))) not in drawn)
         study.add_trial(create_trial(state=TrialState.RUNNING, params=params, distributions=space, user_attrs={JOB: number}))
         return study.trials[-1]
 
     def at_once(self) -> int:
         if self.settings.n_jobs is not None:
-            if self.settings.n_jobs < 1:
-                raise ConfigError(f"hydra.sweeper.n_jobs must be at least 1, got {self.settings.n_jobs}")
             return self.settings.n_jobs
         if self.launcher.kind == "basic":
             return 1
@@ -259,6 +276,13 @@ def distribution_of(own: Override) -> BaseDistribution:
             return IntDistribution(numbers[0], numbers[-1], step=int(value.step))
         return FloatDistribution(float(numbers[0]), float(numbers[-1]), step=float(value.step))
     return CategoricalDistribution(values)
+
+
+def is_finite(space: dict[str, BaseDistribution]) -> bool:
+    """Whether it is made of single values, of which ``grid_of`` knows all."""
+    from optuna.distributions import CategoricalDistribution
+
+    return all(isinstance(d, CategoricalDistribution) or (d.step is not None and not d.log) for d in space.values())
 
 
 def grid_of(space: dict[str, BaseDistribution]) -> dict[str, list[Any]]:

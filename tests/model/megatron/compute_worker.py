@@ -33,13 +33,18 @@ from twinkle_research.processor.base import InputProcessor
 
 VOCABULARY = 251  # odd: padded where it is cut in two
 SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.1, "pad_token_id": 0,
 }  # fmt: skip
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+DEEP = {"num_hidden_layers": 4}  # as many as there are virtual stages; two layers take half the time
 MODELS = {
     "dense": ("Qwen3", {"tie_word_embeddings": True}),
     "untied": ("Llama", {"tie_word_embeddings": False}),
-    "mixture": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}),
+    "mixture": ("Qwen3Moe", MIXTURE),
+    "dense-deep": ("Qwen3", {"tie_word_embeddings": True} | DEEP),
+    "untied-deep": ("Llama", {"tie_word_embeddings": False} | DEEP),
+    "mixture-deep": ("Qwen3Moe", MIXTURE | DEEP),
 }  # fmt: skip
 
 
@@ -80,14 +85,14 @@ LAYOUTS = {
     },
     2: {
         "tp2": Layout(options=TP2), "tp2-untied": Layout("untied", TP2 | SELECTIVE), "tp2-sp": Layout(options=SP2 | FULL),
-        "pp2": Layout(options=PP2), "pp2-untied": Layout("untied", PP2 | FULL), "vpp2": Layout(options=VPP2),
+        "pp2": Layout(options=PP2), "pp2-untied": Layout("untied", PP2 | FULL), "vpp2": Layout("dense-deep", VPP2),
         "cp2": Layout(options=CP2 | FULL), "dp2": Layout("untied"), "dp2-overlap": Layout(options={"overlap_grad_reduce": True}),
         "ep2": Layout("mixture", EP2), "pp2-mixture": Layout("mixture", PP2),
     },
     4: {
-        "tp2-pp2": Layout(options=SP2 | PP2), "tp2-vpp2": Layout("untied", TP2 | VPP2 | SELECTIVE),
+        "tp2-pp2": Layout(options=SP2 | PP2), "tp2-vpp2": Layout("untied-deep", TP2 | VPP2 | SELECTIVE),
         "tp2-cp2": Layout(options=SP2 | CP2), "tp2-ep2": Layout("mixture", SP2 | EP2 | {"expert_tensor_parallel": 1}),
-        "vpp2-ep2": Layout("mixture", VPP2 | EP2 | FULL), "cp2-ep2": Layout("mixture", CP2 | EP2),
+        "vpp2-ep2": Layout("mixture-deep", VPP2 | EP2 | FULL), "cp2-ep2": Layout("mixture", CP2 | EP2),
     },
 }  # fmt: skip
 
@@ -153,10 +158,16 @@ def reference(folder: Path, work: Work, stem: Path) -> None:
 
 
 def references(folders: Path, out: Path) -> None:
+    """Of the work that some layout does on a model."""
     save_models(folders, MODELS, SHAPE, norms=True)
-    for model in MODELS:
-        for name, work in WORK.items():
-            reference(folders / model, work, out / f"{model}-{name}")
+    wanted = {
+        (layout.model, kind)
+        for size, layouts in LAYOUTS.items()
+        for number, layout in enumerate(layouts.values())
+        for kind, _ in combinations(size, number)
+    }
+    for model, kind in sorted(wanted):
+        reference(folders / model, WORK[kind], out / f"{model}-{kind}")
 
 
 # --- as a layout computes it --------------------------------------------------------------------------------------------

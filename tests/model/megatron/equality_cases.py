@@ -13,7 +13,7 @@ from tiny_models import make_rows
 VOCABULARY = 251  # odd: padded where it is cut in two
 PAD = 7  # an id that rows contain
 SHAPE = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.05, "pad_token_id": PAD,
 }  # fmt: skip
 FAMILIES = {
@@ -86,7 +86,8 @@ class Case:
 
     @property
     def model(self) -> str:
-        return f"{self.family}-{'tied' if self.tied else 'untied'}"
+        """``deep``: four layers, one for each virtual stage. Two are enough elsewhere, and take half the time."""
+        return f"{self.family}-{'tied' if self.tied else 'untied'}{'-deep' if 'VPP' in self.layout else ''}"
 
     @property
     def reference(self) -> str:
@@ -127,7 +128,9 @@ def epochs(task: Task, seed: int = 0) -> list[list[Call]]:
     return found
 
 
-def make_folder(model: str, folder: Path, **shape: Any) -> None:
-    family, options = FAMILIES[model.split("-")[0]]
-    tied = {"tie_word_embeddings": model.endswith("-tied")}
-    save_models(folder.parent, {folder.name: (family, options | shape | tied)}, SHAPE, norms=True)
+def make_folder(model: str, folder: Path) -> None:
+    """``model``: that of a case."""
+    name, tying, *deep = model.split("-")
+    family, options = FAMILIES[name]
+    options = options | {"tie_word_embeddings": tying == "tied"} | ({"num_hidden_layers": 4} if deep else {})
+    save_models(folder.parent, {folder.name: (family, options)}, SHAPE, norms=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import compute_worker
 import lora_worker
-from compute_worker import CP2, EP2, FULL, PP2, SELECTIVE, SHAPE, SP2, TP2, VPP2, WORK
+from compute_worker import CP2, DEEP, EP2, FULL, PP2, SELECTIVE, SHAPE, SP2, TP2, VPP2, WORK
 from hf_folders import save_models
 
 from twinkle_research.distributed.runtime import Runtime
@@ -36,13 +36,13 @@ MODELS = {
         "Gemma2",
         {
             "sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
-            "attention_bias": True,
+            "attention_bias": True, **DEEP,
         },
     ),
     "gemma3": (
         "Gemma3",
         {
-            "sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": {"sliding_attention": LOCAL, "full_attention": GLOBAL},
         },
     ),
@@ -50,11 +50,11 @@ MODELS = {
         "Granite",
         {
             "embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.7,
-            "mlp_bias": True,
+            "mlp_bias": True, **DEEP,
         },
     ),
     "deepseek": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}),
-    "latent": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 4, "q_lora_rank": 16}),
+    "latent": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 2, "q_lora_rank": 16}),
     "groups": (
         "DeepseekV2",
         {**LATENT, "rope_parameters": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
@@ -63,7 +63,7 @@ MODELS = {
         "Qwen2Moe",
         {
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
-            "mlp_only_layers": [1], "initializer_range": 0.05,
+            "mlp_only_layers": [1], "initializer_range": 0.05, **DEEP,
         },
     ),
 }  # fmt: skip

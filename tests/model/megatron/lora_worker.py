@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compute_worker import CP2, EP2, FULL, MODELS, PP2, SELECTIVE, SHAPE, SP2, TP2, VOCABULARY, VPP2, gap
+from compute_worker import CP2, DEEP, EP2, FULL, MODELS, PP2, SELECTIVE, SHAPE, SP2, TP2, VOCABULARY, VPP2, gap
 from hf_folders import save_models
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
@@ -138,8 +138,9 @@ def reference(folder: Path, name: str, stem: Path) -> None:
 
 
 def references(folders: Path, out: Path) -> None:
-    save_models(folders, MODELS, SHAPE, norms=True)
-    for model in MODELS:
+    models = {name: MODELS[name] for name in ("dense", "untied", "mixture")}
+    save_models(folders, models, SHAPE | DEEP, norms=True)
+    for model in models:
         of_model = [layout for layouts in LAYOUTS.values() for layout in layouts.values() if layout.model == model]
         for name in {"all"} | {name for layout in of_model for name in layout.adapters}:
             reference(folders / model, name, out / f"{model}-{name}")

@@ -68,7 +68,7 @@ def done(once, folders):
         for size, module in ((2, "mutation_worker"), (4, "equality_worker")):
             cases = out / f"{size}.json"
             cases.write_text(json.dumps([asdict(case) for case in CASES[size]]))
-            launch(module, folders, folders / "expected", out, cases, processes=size, forked=True, seconds=700)
+            launch(module, folders, folders / "expected", out, cases, processes=size, seconds=700)
 
     out = once("megatron-equality", make)
     return {name: largest(out, name, size) for name, size in (("2", 2), ("4", 4), ("mutations", 2))}

@@ -34,7 +34,7 @@ def measured(once):
             if size == 1:
                 worker.main(Runtime(), *map(str, arguments))
             else:
-                launch("families_worker", *arguments, processes=size, forked=True)
+                launch("families_worker", *arguments, processes=size)
 
         return once(f"megatron-families-{size}", make)
 

@@ -45,7 +45,7 @@ def measured(once, references):
         if size == 1:
             worker.main(Runtime(), *folders)
         else:
-            launch("lora_worker", *folders, processes=size, forked=True)
+            launch("lora_worker", *folders, processes=size)
 
     return lambda size: once(f"megatron-lora-{size}", lambda out: measure(out, size))
 

@@ -34,10 +34,7 @@ def folders(once):
 @pytest.fixture(scope="module")
 def done(once, folders):
     """World size -> folder in which each layout that passed has left its name."""
-    return {
-        n: once(f"megatron-pieces-{n}", lambda out, n=n: launch("pieces_worker", folders, out, processes=n, forked=True))
-        for n in (2, 4)
-    }
+    return {n: once(f"megatron-pieces-{n}", lambda out, n=n: launch("pieces_worker", folders, out, processes=n)) for n in (2, 4)}
 
 
 @pytest.fixture
@@ -293,7 +290,7 @@ def memory(once, folders):
         model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True))
         model.save_pretrained(out / "large")
         # A fixed threshold: what is freed goes back to the system at once.
-        launch("pieces_memory_worker", folders / "llama_tied", out / "large", out, forked=True, MALLOC_MMAP_THRESHOLD_="65536")
+        launch("pieces_memory_worker", folders / "llama_tied", out / "large", out, MALLOC_MMAP_THRESHOLD_="65536")
 
     out = once("megatron-memory", make)
     return [json.loads((out / f"memory-{rank}.json").read_text()) for rank in range(2)]

@@ -21,7 +21,7 @@ def done(once):
         folder = prepare("smollm2_135m")
         worker.reference(folder, out / "expected")
         for size in worker.LAYOUTS:
-            launch("smollm2_worker", folder, out / "expected", out, processes=size, forked=True, seconds=500)
+            launch("smollm2_worker", folder, out / "expected", out, processes=size, seconds=500)
         (out / "expected.safetensors").unlink()  # half a gigabyte
 
     return once("megatron-smollm2", make)

@@ -33,7 +33,7 @@ def done(once, folders):
     def make(out):
         expected = once("megatron-training-expected", expect)
         for n in (2, 4):
-            launch("training_worker", folders, expected, out, processes=n, forked=True)
+            launch("training_worker", folders, expected, out, processes=n)
         training_worker.main(Runtime(), str(folders), str(expected), str(out))
 
     return once("megatron-training", make)

@@ -29,7 +29,7 @@ def folders(once):
 def measured(once, folders):
     def make(out):
         for processes in (1, 2):
-            launch("plan_worker", folders, out, processes=processes, forked=True)
+            launch("plan_worker", folders, out, processes=processes)
 
     out = once("plan-measured", make)
     return {

@@ -25,9 +25,9 @@ ON = [run for run in RUNS if goes_on(*run)]
 @pytest.fixture(scope="module")
 def out(once):
     def make(folder):
-        make_folder("mixture-tied", folder / "of-the-model", num_hidden_layers=2)
+        make_folder("mixture-tied", folder / "of-the-model")
         for size, parts in ((2, ["save"]), (4, ["save", "resume"]), (2, ["resume"])):
-            launch("resume_worker", folder / "of-the-model", folder, *parts, processes=size, forked=True, seconds=550)
+            launch("resume_worker", folder / "of-the-model", folder, *parts, processes=size, seconds=550)
 
     return once("megatron-resume", make)
 

@@ -25,8 +25,8 @@ def folders(once):
 def done(once, folders):
     def make(out):
         sharded_worker.main(Runtime(), str(folders), str(out), "write")
-        launch("sharded_worker", folders, out, "write", "read", processes=4, forked=True)
-        launch("sharded_worker", folders, out, "write", "read", processes=2, forked=True)
+        launch("sharded_worker", folders, out, "write", "read", processes=4)
+        launch("sharded_worker", folders, out, "write", "read", processes=2)
         sharded_worker.main(Runtime(), str(folders), str(out), "read")
 
     return once("megatron-sharded", make)

@@ -61,7 +61,7 @@ def bytes_each(config: TrainConfig) -> int:
 
 def _case(config: TrainConfig, facts: Facts) -> _Case:
     adapter, backend = config.adapter, config.backend
-    lora = frozenset(adapted(adapter, facts)) if isinstance(adapter, LoraAdapterConfig) else None
+    lora = frozenset(matrix.kind for matrix in adapted(adapter, facts)) if isinstance(adapter, LoraAdapterConfig) else None
     rank, widths, size = getattr(adapter, "r", 0), Widths.of(facts), bytes_each(config)
     if not isinstance(backend, MegatronBackendConfig):
         return _Case(facts, widths, size, False, lora, rank)

@@ -1,7 +1,7 @@
 """Memory of a process, from dimensions alone: what it holds, and what it needs in training and in sampling.
 
-Weights, gradients and optimizer state are exact for the families that shapes.py knows (tests/model/megatron/
-test_plan_measured.py), but for the padding of a distributed optimizer, in which each parameter begins at a multiple of 64.
+Weights, gradients and optimizer state are exact (tests/model/megatron/test_plan_measured.py), but for the padding of a
+distributed optimizer, in which each parameter begins at a multiple of 64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from pathlib import Path
 
 from twinkle_research.config.jobplan.activations import activation_bytes, bytes_each
 from twinkle_research.config.jobplan.sampling import SamplingMemory, sampling_memory
-from twinkle_research.config.jobplan.shapes import Held, held_by_megatron, is_known, lora_parameters, trainable_parameters
+from twinkle_research.config.jobplan.shapes import (
+    Held,
+    adapted_in_stage,
+    fullest_stage,
+    held_by_stages,
+    lora_parameters,
+    trainable_parameters,
+)
 from twinkle_research.config.jobplan.workload import COPY, has_critic, reference_kind, workload
 from twinkle_research.distributed.gpus import GIB, Hardware, gib
 from twinkle_research.model.config import DType, LoraAdapterConfig, Sharding
@@ -133,13 +140,12 @@ def _sharded(config: TrainConfig, facts: Facts, world_size: int, trained: int, c
 
 
 def _megatron(config: TrainConfig, backend: MegatronBackendConfig, facts: Facts, world_size: int) -> Memory:
-    """Of the last pipeline stage, which holds most."""
+    """Of the pipeline stage that holds most."""
     size, lora = bytes_each(config), isinstance(config.adapter, LoraAdapterConfig)
-    tensor, stages = backend.tensor_parallel, backend.pipeline_parallel
-    held = megatron_parameters(facts, backend)
-    trained = held
+    tensor, stages, stage = backend.tensor_parallel, backend.pipeline_parallel, fullest_stage(facts, backend)
+    held = trained = held_by_stages(facts, backend)[stage]
     if lora:
-        trained = Held(lora_parameters(config.adapter, facts, tensor) // stages, 0)
+        trained = Held(lora_parameters(config.adapter, adapted_in_stage(config.adapter, facts, backend, stage), tensor), 0)
     critic = facts.hidden_size + 1 if has_critic(config) else 0
     trained = Held(trained.dense + critic, trained.experts)
     # Context-parallel processes hold the same weights, so what is split over copies is split over them, too.
@@ -156,17 +162,6 @@ def _megatron(config: TrainConfig, backend: MegatronBackendConfig, facts: Facts,
         0,
         reference,
     )
-
-
-def megatron_parameters(facts: Facts, backend: MegatronBackendConfig) -> Held:
-    """Of a process that holds most. For models of other families what is small counts as split like the rest."""
-    stages, tensor = backend.pipeline_parallel, backend.tensor_parallel
-    if is_known(facts):
-        return held_by_megatron(facts, backend, stages - 1)
-    matrix = facts.embedding_parameters // (1 if facts.tied_embeddings else 2)
-    ends = facts.embedding_parameters if stages == 1 else matrix  # the first stage embeds, the last one projects
-    inner = facts.parameters - facts.embedding_parameters - facts.expert_parameters
-    return Held((inner // stages + ends) // tensor, facts.expert_parameters // expert_processes(backend))
 
 
 def _moments(config: TrainConfig) -> int:

@@ -6,11 +6,18 @@ from collections.abc import Iterator
 
 from twinkle_research.config.jobplan.activations import bytes_each
 from twinkle_research.config.jobplan.flow import Flow, Group
-from twinkle_research.config.jobplan.memory import megatron_parameters
-from twinkle_research.config.jobplan.shapes import ROW, Widths, adapted, has_qk_norm, lora_parameters, matrix, mixture_layers
+from twinkle_research.config.jobplan.shapes import (
+    Widths,
+    adapted_in_stage,
+    fullest_stage,
+    has_qk_norm,
+    held_by_stages,
+    lora_parameters,
+    stage_layers,
+)
 from twinkle_research.config.jobplan.workload import Workload, has_critic
 from twinkle_research.model.config import LoraAdapterConfig
-from twinkle_research.model.facts import Facts
+from twinkle_research.model.facts import COLUMN, ROW, Facts, LatentWidths
 from twinkle_research.model.megatron.config import (
     MegatronBackendConfig,
     Recompute,
@@ -22,7 +29,7 @@ from twinkle_research.trainer.config import TrainConfig
 
 
 class MeshTraffic:
-    """Ranks in Megatron-Core's order: tensor, context, expert, data, pipeline."""
+    """Of the pipeline stage that holds most. Ranks in Megatron-Core's order: tensor, context, expert, data, pipeline."""
 
     def __init__(
         self, config: TrainConfig, backend: MegatronBackendConfig, facts: Facts, world_size: int, nproc: int, work: Workload
@@ -30,7 +37,12 @@ class MeshTraffic:
         self.config, self.backend, self.facts, self.work = config, backend, facts, work
         self.size, self.widths = bytes_each(config), Widths.of(facts)
         self.lora = isinstance(config.adapter, LoraAdapterConfig)
-        self.layers = facts.num_layers // backend.pipeline_parallel
+        self.stage = fullest_stage(facts, backend)
+        numbers = stage_layers(facts, backend.pipeline_parallel, backend.virtual_stages, self.stage)
+        own_layers = [facts.layers[number] for number in numbers]
+        self.layers, self.mixtures = len(numbers), sum(layer.experts > 0 for layer in own_layers)
+        self.whole = sum(layer.whole for layer in own_layers)
+        self.sites = adapted_in_stage(config.adapter, facts, backend, self.stage) if self.lora else []
         self.sequence = backend.tensor_parallel > 1 and backend.sequence_parallel is not False
         own = expert_tensor_parallel(backend)
         stage, model, tensor = world_size // backend.pipeline_parallel, model_processes(backend), backend.tensor_parallel
@@ -63,55 +75,63 @@ class MeshTraffic:
 
     def _tensor(self) -> Iterator[Flow]:
         """For each matrix pair (Shoeybi et al. 2019, arXiv:1909.08053; with the sequence split: Korthikanti et al. 2022,
-        arXiv:2205.05198), the embedding and the vocabulary projection."""
-        attention, mlp = self.layers, self.layers - min(self.layers, mixture_layers(self.facts))
-        blocks, layer = attention + mlp, self.states
+        arXiv:2205.05198), the embedding and the vocabulary projection. Latent attention has two first matrices."""
+        shared = self.mixtures if self.facts.shared_expert_size else 0
+        rows = self.layers + (self.layers - self.mixtures) + shared  # row-parallel matrices, whose parts are summed
+        columns = rows + (self.layers if self.facts.latent else 0)  # inputs of column-parallel ones
+        layer = self.states
         first, forward = self.backend.pipeline_parallel == 1, self.forward
         head = self.size * self.work.share * self.work.trained / self.backend.context_parallel * self.facts.hidden_size
-        back = blocks - (self.lora and first)  # nothing is asked of frozen embeddings' gradient
+        # Nothing is asked of frozen embeddings' gradient.
+        back = columns - (1 + bool(self.facts.latent)) * (self.lora and first)
         if not self.sequence:
-            backward = back * layer + head
-            yield Flow("tensor", "all_reduce", forward * blocks * layer + backward, self.tensor)
+            yield Flow("tensor", "all_reduce", (forward * rows + back) * layer + head, self.tensor)
             yield Flow("tensor", "all_reduce", (1 + self.work.scored) * layer if first else 0.0, self.tensor)  # the embedding
         else:
             # The inputs of trained matrices are gathered once more for the gradients of these.
-            gathered = forward * blocks + blocks * (1 if self.lora else 2) + (1 + self.work.scored)
-            scattered = forward * blocks + back + 1
+            gathered = forward * columns + rows + (0 if self.lora else columns) + (1 + self.work.scored)
+            scattered = forward * rows + back + 1
             if first:
                 gathered += 0 if self.lora else 1
                 scattered += 1 + self.work.scored
             yield Flow("tensor", "all_gather", gathered * layer, self.tensor)
             yield Flow("tensor", "reduce_scatter", scattered * layer, self.tensor)
             # What each process has whole has seen a part of the sequence only.
-            whole = self._whole_of_lora()
-            if not self.lora:
-                routers = self.facts.num_experts * min(self.layers, mixture_layers(self.facts))
-                whole = (2 * self.layers + 1 + routers) * self.widths.hidden
+            whole = self._whole_of_lora() if self.lora else self.whole + self.widths.hidden
             yield Flow("tensor", "all_reduce", 4 * whole, self.tensor)
-        if has_qk_norm(self.facts) and not self.lora:
+        if has_qk_norm(self.facts) and not self.lora and not self.sequence:
             yield Flow("tensor", "all_reduce", 4 * self.layers * 2 * self.widths.head, self.tensor)
+        if self.facts.latent:
+            yield from self._tensor_of_latents(self.facts.latent)
         yield from self._tensor_of_lora()
         scores = 4 * 3 * (1 + self.work.scored) * self.work.share * self.work.trained / self.backend.context_parallel
         yield Flow("tensor", "all_reduce", scores, self.tensor)  # the largest logit, two sums
 
-    def _sites(self) -> dict[str, float]:
-        """Kind of matrix with a LoRA -> their number in a stage."""
-        adapter = self.config.adapter
-        counts = adapted(adapter, self.facts) if isinstance(adapter, LoraAdapterConfig) else {}
-        return {kind: count / self.backend.pipeline_parallel for kind, count in counts.items()}
+    def _tensor_of_latents(self, latent: LatentWidths) -> Iterator[Flow]:
+        """Narrow vectors are gathered whole; what is made of them is cut again."""
+        each = self.size * self.tokens * self.layers
+        narrow = latent.rank + latent.query_rank
+        gathered = self.forward * (narrow + latent.rotated)
+        summed = latent.rotated
+        if self.sequence:
+            gathered += narrow * (self.forward + 1 + (0 if self.lora else 1))
+            yield Flow("tensor", "reduce_scatter", each * narrow, self.tensor)
+        else:
+            summed += narrow
+        yield Flow("tensor", "all_gather", each * gathered, self.tensor)
+        yield Flow("tensor", "all_reduce", each * summed, self.tensor)
 
-    def _whole_of_lora(self) -> float:
+    def _whole_of_lora(self) -> int:
         """Parameters of the factors that are not cut: as wide as what goes into a column-parallel matrix, or comes out of a
         row-parallel one."""
-        sides = {kind: matrix(kind, self.facts)[0 if kind in ROW else 1] for kind in self._sites()}
-        return sum(count * sides[kind] * self.config.adapter.r for kind, count in self._sites().items())
+        sides = ((m.outputs if m.kind not in COLUMN else 0) + (m.inputs if m.kind not in ROW else 0) for m in self.sites)
+        return sum(sides) * self.config.adapter.r
 
     def _tensor_of_lora(self) -> Iterator[Flow]:
         """What is between the two factors, in float32."""
         if not self.lora:
             return
-        row = sum(count for kind, count in self._sites().items() if kind in ROW)
-        column = sum(self._sites().values()) - row
+        row, column = (sum(matrix.kind in kinds for matrix in self.sites) for kinds in (ROW, COLUMN))
         each = 4 * self.config.adapter.r * self.tokens
         if self.sequence:
             yield Flow("tensor", "all_gather", each * (self.forward * column + row), self.tensor)
@@ -121,7 +141,8 @@ class MeshTraffic:
 
     def _context(self) -> Iterator[Flow]:
         """Keys and values of all of a sequence, and their gradients."""
-        keys = self.size * 2 * self.widths.key / self.backend.tensor_parallel * self.work.share_tokens * self.layers
+        width = (self.widths.key + self.widths.value) / self.backend.tensor_parallel
+        keys = self.size * width * self.work.share_tokens * self.layers
         yield Flow("context", "all_gather", self.forward * keys, self.context)
         yield Flow("context", "reduce_scatter", keys, self.context)
         scores = 4 * (1 + self.work.scored) * self.work.share_tokens
@@ -129,9 +150,8 @@ class MeshTraffic:
 
     def _experts(self) -> Iterator[Flow]:
         """Each token to its experts and back, in both directions; its weights in float32."""
-        mixtures = min(self.layers, mixture_layers(self.facts))
         along = self.backend.tensor_parallel if self.sequence else 1
-        routed = self.tokens / along * self.facts.experts_per_token * mixtures
+        routed = self.tokens / along * self.facts.experts_per_token * self.mixtures
         passes = self.forward + 1
         yield Flow("expert", "all_to_all", passes * routed * (2 * self.size * self.widths.hidden + 4), self.expert)
         # Where an expert's matrices are shared, each of those processes gets the tokens of all, with their weights.
@@ -153,12 +173,10 @@ class MeshTraffic:
             yield Flow("pipeline", "all_reduce", 4 * rows * self.widths.hidden, ends)
 
     def _data(self) -> Iterator[Flow]:
-        held = megatron_parameters(self.facts, self.backend)
+        held = held_by_stages(self.facts, self.backend)[self.stage]
         dense, experts = held.dense, held.experts
         if self.lora:
-            tensor = self.backend.tensor_parallel
-            dense = lora_parameters(self.config.adapter, self.facts, tensor) // self.backend.pipeline_parallel
-            experts = 0
+            dense, experts = lora_parameters(self.config.adapter, self.sites, self.backend.tensor_parallel), 0
         dense += self.widths.hidden + 1 if has_critic(self.config) else 0
         hidden = self.backend.overlap_grad_reduce
         late = self.backend.overlap_param_gather

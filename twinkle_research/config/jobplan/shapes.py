@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from twinkle_research.model.config import LoraAdapterConfig, NoAdapterConfig
-from twinkle_research.model.facts import ALL_LINEAR, Facts
+from twinkle_research.model.facts import ALL_LINEAR, COLUMN, ROW, Facts, is_embedding, layer_of
 from twinkle_research.model.megatron.config import MegatronBackendConfig, expert_tensor_parallel
-
-# Those of config.json's ``model_type`` whose tensors follow from their dimensions (others have parts of their own).
-KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # cut along their outputs under tensor parallelism
-ROW = ("o_proj", "down_proj")  # along their inputs
 
 
 @dataclass(frozen=True)
@@ -28,101 +25,118 @@ class Held:
 
 @dataclass(frozen=True)
 class Widths:
-    """Of a model's matrices: queries, keys (and values, each), MLP, one expert; hidden states, one head."""
+    """Of a model's matrices: all queries, keys, values, what attention gives; MLP, one expert, the shared one; hidden states,
+    a head's query and what of it is rotated. With latent attention each head has a key and a value of its own."""
 
     query: int
     key: int
+    value: int
+    output: int
     mlp: int
     expert: int
+    shared: int
     hidden: int
     head: int
+    rotated: int
 
     @classmethod
     def of(cls, facts: Facts) -> Widths:
-        return cls(
-            facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim, facts.intermediate_size,
-            facts.expert_intermediate_size, facts.hidden_size, facts.head_dim,
-        )  # fmt: skip
-
-
-def is_known(facts: Facts) -> bool:
-    """Whether the model's tensors follow from its dimensions."""
-    return facts.model_type in KNOWN
+        latent, heads = facts.latent, facts.num_heads
+        if latent is None:
+            head = rotated = facts.head_dim
+            query, key = heads * head, facts.num_kv_heads * head
+            attention = query, key, key, query
+        else:
+            head, rotated = latent.content + latent.rotated, latent.rotated
+            attention = heads * head, heads * head, heads * latent.value, heads * latent.value
+        mlps = facts.intermediate_size, facts.expert_intermediate_size, facts.shared_expert_size
+        return cls(*attention, *mlps, facts.hidden_size, head, rotated)
 
 
 def has_qk_norm(facts: Facts) -> bool:
-    return facts.model_type in ("qwen3", "qwen3_moe")
+    return "q_norm" in facts.kinds
 
 
-def mixture_layers(facts: Facts) -> int:
-    """How many layers are mixtures of experts."""
-    each = 3 * facts.num_experts * facts.expert_intermediate_size * facts.hidden_size
-    return facts.expert_parameters // each if each else 0
+def stage_layers(facts: Facts, stages: int, chunks: int, stage: int) -> list[int]:
+    """The layers of a pipeline stage, which has ``chunks`` stretches of them, each as many stages from the next."""
+    each = facts.num_layers // (stages * chunks)
+    return [(chunk * stages + stage) * each + i for chunk in range(chunks) for i in range(each)]
 
 
-def held_by_megatron(facts: Facts, backend: MegatronBackendConfig, stage: int) -> Held:
-    """By a process of a pipeline stage. Exact where all layers are of one kind, else that of the stage with most mixtures."""
-    w, tensor, stages = Widths.of(facts), backend.tensor_parallel, backend.pipeline_parallel
-    layers = facts.num_layers // stages
-    mixtures = min(layers, mixture_layers(facts))
-    whole = 2 * w.hidden + (2 * w.head if has_qk_norm(facts) else 0)  # norms of a layer, on each tensor-parallel process
-    cut = (2 * w.query + 2 * w.key) * w.hidden + (w.query + 2 * w.key if facts.model_type == "qwen2" else 0)
-    dense = layers * (whole + cut // tensor) + (layers - mixtures) * 3 * w.mlp * w.hidden // tensor
-    dense += mixtures * facts.num_experts * w.hidden  # routers
-    vocabulary = -(-facts.vocab_size // tensor) * w.hidden
-    ends = (stage == 0) + (stage == stages - 1)
-    if stages == 1 and facts.tied_embeddings:
-        ends = 1
-    dense += vocabulary * ends + (w.hidden if stage == stages - 1 else 0)
-    local = facts.num_experts // backend.expert_parallel
-    experts = mixtures * local * 3 * w.expert * w.hidden // expert_tensor_parallel(backend)
-    return Held(dense, experts)
+@lru_cache(maxsize=4096)
+def _held(facts: Facts, tensor: int, stages: int, chunks: int, experts: int) -> tuple[Held, ...]:
+    """By a process of each stage. ``experts``: processes that share a layer's experts."""
+    found = []
+    for stage in range(stages):
+        layers = [facts.layers[number] for number in stage_layers(facts, stages, chunks, stage)]
+        dense = sum(layer.whole + layer.cut // tensor for layer in layers)
+        ends = (stage == 0) + (stage == stages - 1)
+        if stages == 1 and facts.tied_embeddings:
+            ends = 1
+        dense += -(-facts.vocab_size // tensor) * facts.hidden_size * ends
+        dense += facts.hidden_size if stage == stages - 1 else 0  # the last norm
+        found.append(Held(dense, sum(layer.experts for layer in layers) // experts))
+    return tuple(found)
+
+
+def held_by_stages(facts: Facts, backend: MegatronBackendConfig) -> tuple[Held, ...]:
+    """By a process of each pipeline stage, exactly."""
+    experts = backend.expert_parallel * expert_tensor_parallel(backend)
+    return _held(facts, backend.tensor_parallel, backend.pipeline_parallel, backend.virtual_stages, experts)
+
+
+def fullest_stage(facts: Facts, backend: MegatronBackendConfig) -> int:
+    """The pipeline stage whose processes hold most; of several the last one."""
+    held = held_by_stages(facts, backend)
+    return max(range(len(held)), key=lambda stage: (held[stage].both, stage))
 
 
 # --- adapters -------------------------------------------------------------------------------------------------------
 
 
-def adapted(adapter: LoraAdapterConfig, facts: Facts) -> dict[str, int]:
-    """Last name of each kind of matrix with a LoRA -> number of layers that have one."""
-    targets = facts.linear_modules if ALL_LINEAR in adapter.target_modules else adapter.target_modules
-    found: dict[str, int] = {}
-    paths: set[str] = set()
-    for target in targets:
-        if "." in target:
-            paths.update(name for name in facts.matching(target) if "experts" not in name.split("."))
-        elif facts.kinds.get(target):
-            found[target] = facts.kinds[target]
-    for path in paths:
-        kind = path.rpartition(".")[2]
-        if kind not in targets:
-            found[kind] = found.get(kind, 0) + 1
-    return found
+@dataclass(frozen=True)
+class Adapted:
+    """A matrix with a LoRA: the last name of its module, its outputs and inputs, its layer (None: outside of them)."""
+
+    kind: str
+    outputs: int
+    inputs: int
+    layer: int | None
 
 
-def matrix(kind: str, facts: Facts) -> tuple[int, int] | None:
-    """(outputs, inputs) of a kind of matrix of a layer; None for one that is not there in every model."""
-    w = Widths.of(facts)
-    return {
-        "q_proj": (w.query, w.hidden), "k_proj": (w.key, w.hidden), "v_proj": (w.key, w.hidden), "o_proj": (w.hidden, w.query),
-        "gate_proj": (w.mlp, w.hidden), "up_proj": (w.mlp, w.hidden), "down_proj": (w.hidden, w.mlp),
-        "lm_head": (facts.vocab_size, w.hidden), "embed_tokens": (w.hidden, facts.vocab_size),
-    }.get(kind)  # fmt: skip
+def adapted(adapter: LoraAdapterConfig, facts: Facts) -> tuple[Adapted, ...]:
+    return _adapted(facts, facts.linear_modules if ALL_LINEAR in adapter.target_modules else tuple(adapter.target_modules))
 
 
-def lora_parameters(adapter: LoraAdapterConfig, facts: Facts, tensor: int = 1) -> int:
-    """Of all layers, on one of ``tensor`` processes that share each matrix (of a pair of factors one is whole on each)."""
-    counts = adapted(adapter, facts)
-    if not is_known(facts) or any(matrix(kind, facts) is None for kind in counts):
-        trained = sum(adapter.r * (rows + columns) + (rows if adapter.dora else 0) for rows, columns in facts.linear_shapes)
-        return trained * sum(counts.values()) // max(1, len(facts.linear_shapes))
+@lru_cache(maxsize=64)
+def _adapted(facts: Facts, targets: tuple[str, ...]) -> tuple[Adapted, ...]:
+    ends = tuple(f".{target}" for target in targets)
+    found = []
+    for path, (rows, columns) in facts.matrices.items():
+        if path in targets or path.endswith(ends):
+            kind, number = path.rpartition(".")[2], layer_of(path)
+            shape = (columns, rows) if is_embedding(path) else (rows, columns)
+            found.append(Adapted(kind, *shape, None if number is None else int(number)))
+    return tuple(found)
+
+
+def adapted_in_stage(adapter: LoraAdapterConfig, facts: Facts, backend: MegatronBackendConfig, stage: int) -> list[Adapted]:
+    own = set(stage_layers(facts, backend.pipeline_parallel, backend.virtual_stages, stage))
+    return [matrix for matrix in adapted(adapter, facts) if matrix.layer in own]
+
+
+def lora_parameters(adapter: LoraAdapterConfig, matrices: Iterable[Adapted], tensor: int = 1) -> int:
+    """On one of ``tensor`` processes that share each matrix; of a pair of factors one is whole on each."""
     total = 0
-    for kind, count in counts.items():
-        rows, columns = matrix(kind, facts)
-        total += count * (rows if adapter.dora else 0)
-        total += count * adapter.r * (rows // (tensor if kind in COLUMN else 1) + columns // (tensor if kind in ROW else 1))
+    for matrix in matrices:
+        outputs = matrix.outputs // (tensor if matrix.kind in COLUMN else 1)
+        total += adapter.r * (outputs + matrix.inputs // (tensor if matrix.kind in ROW else 1))
+        total += matrix.outputs if adapter.dora else 0
     return total
 
 
 def trainable_parameters(adapter: NoAdapterConfig | LoraAdapterConfig, facts: Facts) -> int:
-    """Of the whole model. Exact for full fine-tuning, for all-linear, and for the layers of the models that are known."""
-    return lora_parameters(adapter, facts) if isinstance(adapter, LoraAdapterConfig) else facts.parameters
+    """Of the whole model."""
+    if isinstance(adapter, LoraAdapterConfig):
+        return lora_parameters(adapter, adapted(adapter, facts))
+    return facts.parameters

@@ -37,7 +37,11 @@ def forward_flops(facts: Facts, work: Workload) -> float:
     w, tokens = Widths.of(facts), work.unit_tokens
     unused = facts.expert_parameters * (1 - facts.experts_per_token / facts.num_experts) if facts.num_experts else 0
     matrices = facts.parameters - facts.embedding_parameters - unused
-    return 2 * matrices * tokens + 2 * facts.num_layers * w.query * tokens**2 + 2 * facts.vocab_size * w.hidden * work.trained
+    return (
+        2 * matrices * tokens
+        + facts.num_layers * (w.query + w.output) * tokens**2
+        + 2 * facts.vocab_size * w.hidden * work.trained
+    )
 
 
 def step_flops(config: TrainConfig, facts: Facts, work: Workload) -> float:
