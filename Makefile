@@ -50,10 +50,10 @@ train: $(INSTALLED)
 	@echo "talk to it: $(BIN)/python -m twinkle_research.chat $(RUNS)/identity"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -127,6 +127,15 @@ def test_scheduler_that_ends_wandbs_own_process(launch, tmp_path, server, mode):
     assert ["preempting" in kind for kind in kinds] == [False, True]
 
 
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_scheduler_that_ends_wandbs_own_process_as_it_starts(launch, tmp_path, server, mode):
+    """It is started again at once."""
+    done = launch(first=1, last=3, wandb_ends_at=0, state="stopped", **({"url": server.url} if mode == "online" else {}))
+    assert "W&B failed" not in done.stdout and "cannot be used" not in done.stdout
+    rows = next(iter(server.runs.values()))["history"] if mode == "online" else offline_rows(tmp_path / "run")
+    assert steps(rows) == [1, 2, 3]
+
+
 def test_rows_lost_by_the_kill_are_sent_on_resume(launch, tmp_path):
     """Killed at once: wandb has written nothing yet, but the checkpoint at step 3 has these steps behind it."""
     launch(first=1, last=3, kill=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,9 +60,14 @@ def wait_until_recorded(tracker: build.Tracker, last: int) -> None:
     raise TimeoutError(f"step {last} is not in the .wandb file after 60 s")
 
 
+def own_processes_of_wandb() -> list[int]:
+    return [pid for pid in children_of(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
 def end_wandb() -> None:
     """SIGTERM for W&B's own process, as a scheduler sends it to all processes of a job."""
-    (pid,) = (pid for pid in children_of(os.getpid()) if b"wandb-core" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    wait_until(own_processes_of_wandb)
+    (pid,) = own_processes_of_wandb()
     os.kill(pid, signal.SIGTERM)
     wait_until(lambda: not is_running(pid))
 
@@ -71,6 +77,8 @@ def main(options: dict) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, seconds in options.get("limits", {}).items():
         setattr(wandb, name, seconds)
+    if options.get("wandb_ends_at") == 0:
+        threading.Thread(target=end_wandb).start()
     cfg = config(options["mode"], report=False)
     cfg.tracking.wandb.project = options.get("project", "twinkle_research")
     tracker = build.build_tracker(
@@ -87,7 +95,7 @@ def main(options: dict) -> None:
         wait_until_recorded(tracker, options["last"])
     if options.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    if "wandb_ends_at" in options:
+    if options.get("wandb_ends_at"):
         end_wandb()
         seconds += train(tracker, options["last"] + 1, options["wandb_ends_at"], **what)
     begun = time.perf_counter()

@@ -212,6 +212,17 @@ class WandbTracker:
     def _init(self, mode: str) -> wandb.Run:
         import wandb
 
+        try:
+            return self._open(mode)
+        except (ConnectionError, TimeoutError, wandb.errors.CommError, wandb.errors.UsageError):
+            raise
+        except Exception:  # of the kinds that wandb does not name: its own process was ended, as below, while it started
+            wandb.teardown()
+            return self._open(mode)
+
+    def _open(self, mode: str) -> wandb.Run:
+        import wandb
+
         settings = wandb.Settings(
             x_transaction_log_flush_interval=FLUSH_SECONDS,
             init_timeout=INIT_SECONDS,
