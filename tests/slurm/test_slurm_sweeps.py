@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, wait_for
+from cluster import Cluster, processes, wait_for
 from jobs import outcome, steps
 from test_preemption import SFT
 
@@ -194,5 +194,33 @@ def test_a_preempted_job_comes_back_and_the_sweep_waits_for_it(cluster: Cluster,
     assert cluster.wait(other) == "COMPLETED"
     assert process.returncode == 0 and finished(sweep) == {0, 1} and "2 finished" in out, out
     assert [cluster.field(jobs(sweep)[number]["cluster_id"], "Restarts") for number in (0, 1)] == ["1", "0"], out
+    assert "stopped at step" in (sweep / "0" / "job.log").read_text()  # it went on from there, not from an older checkpoint
     assert [steps(sweep / str(number)) for number in (0, 1)] == [list(range(1, 41))] * 2
     assert outcome(sweep / "0") == outcome(sweep / "1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_at_its_time_limit_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    """Its ranks stand still until the limit of 2 minutes is near, so that no machine is done by then."""
+    words = [*SFT, "backend.device=cpu", "trainer.max_steps=40", "seed=0", *SUBMITIT, "hydra.sweep.dir=sweeps/late"]
+    process = train(cluster, tmp_path, *words, "hydra.launcher.timeout_min=2", "hydra.launcher.signal_delay_s=30")
+    sweep = tmp_path / "sweeps" / "late"
+    wait_for(lambda: len(rows(sweep / "0")) >= 10 or process.poll() is not None, "10 steps")
+    ranks = [
+        pid for pid, environ in processes()
+        if environ.get(b"SLURM_CONF") == str(cluster.folder / "slurm.conf").encode()
+        and b"twinkle_research.sweep.job" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]  # fmt: skip
+    assert len(ranks) == 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    (log,) = sweep.glob(".submitit/*/*_0_log.err")
+    wait_for(lambda: "this job is timed-out" in log.read_text(), "the limit")
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == 0 and finished(sweep) == {0} and "1 finished" in out, out
+    restarts = int(cluster.field(jobs(sweep)[0]["cluster_id"], "Restarts"))
+    assert restarts >= 1 and (sweep / "0" / "job.log").read_text().count("stopped at step") == restarts, out
+    assert steps(sweep / "0") == list(range(1, 41))

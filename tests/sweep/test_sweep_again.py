@@ -106,10 +106,11 @@ def test_a_signal_in_the_last_step_of_a_job_stops_the_sweep(words: list[str], jo
 
 @pytest.mark.long
 def test_a_study_of_few_different_jobs_runs_each_once(started: list[str], capsys: pytest.CaptureFixture) -> None:
-    assert main([*WORDS, "hydra/sweeper=optuna", "adapter.r=8,16,range(20,22)", "seed=3"]) == 0
+    assert main([*WORDS, "hydra/sweeper=optuna", "adapter.r=8,16", "seed=range(1,3)"]) == 0
     assert "make 4 different jobs: each is run once, in place of hydra.sweeper.n_trials=20" in capsys.readouterr().out
     jobs = json.loads(Path("sweeps/x/sweep.json").read_text())["jobs"]
-    assert sorted(job["overrides"][-1] for job in jobs) == [f"adapter.r={r}" for r in (16, 20, 21, 8)] and len(started) == 4
+    assert sorted(job["overrides"][-2:] for job in jobs) == [[f"adapter.r={r}", f"seed={s}"] for r in (16, 8) for s in (1, 2)]
+    assert len(started) == 4
 
 
 @pytest.mark.long

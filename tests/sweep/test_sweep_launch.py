@@ -91,7 +91,7 @@ def test_the_objectives_of_other_kinds_of_runs_are_not_compared(started: list[Pa
         ([SLURM, "hydra.launcher.nodes=0"], "hydra.launcher.nodes must be at least 1, got 0"),
         ([SLURM, "hydra.launcher.tasks_per_node=0"], "hydra.launcher.tasks_per_node must be at least 1, got 0"),
         ([SLURM, "hydra.launcher.gpus_per_node=-1"], "hydra.launcher.gpus_per_node must be at least 0, got -1"),
-        ([SLURM, "hydra.launcher.timeout_min=2"], "signal_delay_s=120: jobs are told to save so many seconds before"),
+        ([SLURM, "hydra.launcher.timeout_min=3"], "timeout_min=3 (180 s) leaves none to train"),
         (["hydra/sweeper=optuna", "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials must be at least 1, got 0"),
         (["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=0"], "hydra.sweeper.n_jobs must be at least 1, got 0"),
         (["hydra/sweeper=optuna", "hydra.sweeper.sampler.n_startup_trials=-1"], "n_startup_trials must be at least 0, got -1"),
@@ -100,6 +100,19 @@ def test_the_objectives_of_other_kinds_of_runs_are_not_compared(started: list[Pa
         (["hydra/sweeper=optuna", "dry_run=true"], "a study has no jobs before it runs"),
         (["hydra/sweeper=optuna", "loss=grpo", "adapter=lora", "data.eval_rows=0"], "let the runs be evaluated"),
         (["hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "optimizer.lr=interval(0,1)"], "'optimizer.lr' is an interval"),
+        (["seed=range(5,1)"], "'seed=range(5,1)' holds no value"),
+        (["seed=1,2,range(5,7)"], "'seed=1,2,range(5,7)': range() and interval() stand alone"),
+        (["seed=range(1,5,0)"], "'seed=range(1,5,0)': the step of a range cannot be 0"),
+        (["hydra.launcher=joblib"], "chosen with a slash: hydra/launcher=joblib"),
+        (["sweeper=optuna"], "unknown key 'sweeper'; write hydra/sweeper"),
+        (["hydra.launcher.n_jobs=2"], "it is a setting of hydra/launcher=joblib"),
+        (["hydra.sweeper.n_trials=2"], "it is a setting of hydra/sweeper=optuna"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.n_startup_trials=2"], "'hydra.sweeper.sampler.n_startup_trials', of"),
+        (["hydra/sweeper=optuna", "hydra.sweeper.metric=eval/loss"], "the objective is no setting"),
+        (["hydra/launcher=joblib", "hydra.launcher.n_jobs=two"], "'hydra.launcher.n_jobs' must be a whole number, got 'two'"),
+        (["optimizer.lr=1e-3,"], "values are written without spaces between them: optimizer.lr=1e-3,..."),
+        (["optimizer.lr=[1e-3,1e-4]"], "leave out the brackets: optimizer.lr=0.001,0.0001"),
+        (["optimizer.lr=loguniform(1e-5,1e-3)"], "(unknown function 'loguniform'); several values, with -m, are"),
         (["hydra.sweeper.max_batch_size=1"], "'hydra.sweeper.max_batch_size' has no effect here"),
         (["hydra/sweeper=optuna", "hydra.sweeper.storage=nonsense"], "hydra.sweeper.storage=nonsense: "),
         (["optimizer.lr=interval(0,1)"], "'optimizer.lr' is an interval; hydra/sweeper=optuna chooses from it"),
@@ -134,3 +147,16 @@ def test_shares_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [share(list(range(8)), slot, 3) for slot in range(3)] == [[0, 1], [2, 3], [4, 5]]
     assert [share([0, 1], slot, 4) for slot in range(4)] == [[0], [1], [0], [1]]
     assert slots_of(3) == 3 and slots_of(-1) >= slots_of(-2) >= 1
+
+
+@pytest.mark.long
+def test_processes_through_submitit_leave_only_what_is_theirs(tmp_path: Path) -> None:
+    words = [*WORDS, "backend.device=cpu", "trainer.max_steps=1", "adapter.r=16,20", "hydra/launcher=submitit_local"]
+    text, _ = (process := sweep_toys.start("train", *words, cwd=tmp_path)).communicate(timeout=150)
+    assert process.returncode == 0 and [job["state"] for job in stored()["jobs"]] == ["finished"] * 2, text
+    sweep = tmp_path / "sweeps" / "x"
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == [".submitit", "0", "1"]
+    numbers = sorted(job["cluster_id"] for job in stored()["jobs"])
+    assert sorted(path.name for path in (sweep / ".submitit").iterdir()) == [
+        f"{number}_{name}" for number in numbers for name in ("0_log.err", "0_log.out", "0_result.pkl", "submitted.pkl")
+    ]

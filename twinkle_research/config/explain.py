@@ -3,16 +3,27 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import get_type_hints
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ConfigTypeError, OmegaConfBaseException, ValidationError
 from yaml import YAMLError
 
-from twinkle_research.config.keys import all_keys, annotation_of, expected, is_list, is_optional, is_text, unknown_key
+from twinkle_research.config.keys import (
+    all_keys,
+    annotation_of,
+    expected,
+    is_list,
+    is_optional,
+    is_text,
+    strip_optional,
+    unknown_key,
+)
 from twinkle_research.config.listitems import explain_item
 from twinkle_research.config.schema import BASE, GROUPS, SCHEMAS, offered_groups, options
 from twinkle_research.errors import nearest
+from twinkle_research.sweep.config import hint_of_setting
 from twinkle_research.trainer.config import TrainConfig
 
 
@@ -79,7 +90,20 @@ def _syntax(link: BaseException, chain: list[BaseException], overrides: Sequence
             return f"'{text}' needs a value: {text}=..."
         return f"'{text}' is not of the form key=value; {nearest(text, [*offered_groups(), '--help', '--cfg', '--multirun'])}"
     key, _, value = text.partition("=")
+    if value.endswith(","):
+        return f"'{text}' ends with a comma; values are written without spaces between them: {text}..."
+    if re.match(r"(range|interval|choice|tag|shuffle|sort)\(|\w+\(.*\)$", value) and not is_text(annotation_of(key)):
+        return (
+            f"cannot read the value of '{text}' ({_reason(str(link))}); several values, with -m, are {key}=a,b,c or "
+            "range(start,stop,step), for hydra/sweeper=optuna also interval(low,high) or tag(log,interval(low,high))"
+        )
     return f"cannot read the value of '{text}'; where it has special characters quote it twice: \"{key}='{value}'\""
+
+
+def _reason(text: str) -> str:
+    """Why Hydra could not evaluate a function."""
+    found = re.search(r"while evaluating '.*': (.*)", text)
+    return found[1][0].lower() + found[1][1:] if found else "a bracket or a comma is missing"
 
 
 def _list_item(link: BaseException, chain: list[BaseException], overrides: Sequence[str]) -> str | None:
@@ -143,8 +167,7 @@ def _unknown(link: BaseException, chain: list[BaseException], overrides: Sequenc
     if link.object_type is dict:
         return unknown_key(key, free=[str(name) for name in link.parent_node or ()])
     if dataclasses.is_dataclass(link.object_type) and key.startswith("hydra."):
-        parent = key.rpartition(".")[0]
-        return f"unknown key '{key}'; " + nearest(key, [f"{parent}.{f.name}" for f in dataclasses.fields(link.object_type)])
+        return f"unknown key '{key}'; {hint_of_setting(key, [f.name for f in dataclasses.fields(link.object_type)])}"
     root = None if link.parent_node is None else link.parent_node._get_root()
     return unknown_key(key, root if root is not None and OmegaConf.get_type(root) is TrainConfig else None)
 
@@ -154,6 +177,9 @@ def _wrong_type(link: BaseException, chain: list[BaseException], overrides: Sequ
         return None
     key, text = str(link.full_key), str(link)
     annotation = annotation_of(key)
+    if key.startswith("hydra.") and dataclasses.is_dataclass(link.object_type):
+        annotation = get_type_hints(link.object_type).get(key.rpartition(".")[2])
+        annotation = annotation if strip_optional(annotation) in (int, float, str) else None
     if "Invalid type assigned" in text and annotation is None:
         return f"'{key}' is a section of settings, not a value: write {key}.<setting>=..."
     if annotation is None:
@@ -164,6 +190,8 @@ def _wrong_type(link: BaseException, chain: list[BaseException], overrides: Sequ
     value = found[1] if found else _given(key, overrides)
     got = f", got '{value}'" if value is not None else ""
     advice = "; for no value write null" if value is not None and value.lower() == "none" and is_optional(annotation) else ""
+    if value is not None and value.startswith("[") and not is_list(annotation):
+        advice = f"; for a run with each of them add -m, and leave out the brackets: {key}={value.strip('[]').replace(' ', '')}"
     return f"'{key}' must be {expected(annotation, value)}{got}{advice}"
 
 

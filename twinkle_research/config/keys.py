@@ -133,6 +133,8 @@ def hint(key: str, cfg: DictConfig | None = None, free: list[str] | None = None)
     if key.rpartition(".")[2] in _NAMES_ELSEWHERE:
         return _NAMES_ELSEWHERE[key.rpartition(".")[2]]
     valid = valid_keys(cfg)
+    if group in ("launcher", "sweeper", "sweep"):
+        return f"write hydra{'.' if rest else '/'}{key}"
     best = _nearest_keys(key, valid)
     if best:
         return "did you mean " + " or ".join(f"'{name}'" for name in best) + "?"

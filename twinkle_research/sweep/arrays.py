@@ -17,6 +17,7 @@ from twinkle_research.config.checks import validate
 from twinkle_research.config.composing import compose_with_hydra, without_hydra
 from twinkle_research.errors import ConfigError
 from twinkle_research.sweep.again import refuse_inside
+from twinkle_research.sweep.checks import check_ranges
 from twinkle_research.sweep.folder import ARRAY, SWEEP, Plan, Sweep, SweepJob
 from twinkle_research.sweep.job import CONFIG, write_job
 from twinkle_research.sweep.objective import objective_of
@@ -28,6 +29,7 @@ def prepare_task(path: Path, number: int, words: list[str]) -> Path:
     words = [word for word in words if word not in ("-m", "--multirun") and not word.startswith("hydra.sweep.dir=")]
     check_words(words)
     parsed = OverridesParser.create().parse_overrides(words)
+    check_ranges([own for own in parsed if own.is_sweep_override()])
     if any(
         own.is_interval_sweep() or own.is_sweep_override() and own.value().shuffle for own in parsed if not own.is_choice_sweep()
     ):

@@ -4,7 +4,8 @@ They have the names of Hydra's plugins and mean the same; sweep/launch.py and sw
 the defaults, and that a setting which nothing here reads is refused.
 """
 
-from dataclasses import dataclass, field
+import difflib
+from dataclasses import dataclass, field, fields
 from typing import Any, Dict, List, Optional
 
 from hydra.core.config_store import ConfigStore
@@ -30,7 +31,7 @@ class SubmititConfig:
     submitit_folder: str = "${hydra.sweep.dir}/.submitit"
     # Time limit of a job, after which it is saved, queued again and goes on.
     timeout_min: int = 60
-    # How often a job comes back after its time limit.
+    # How often a job comes back after its time limit (with submitit_local five times at most).
     max_num_timeout: int = 100
     # Shell commands to run before each job.
     setup: Optional[List[str]] = None
@@ -51,7 +52,7 @@ class SubmititSlurmConfig(SubmititConfig):
 
     _target_: str = f"{_PLUGINS}submitit_launcher.submitit_launcher.SlurmLauncher"
     submitit_folder: str = "${hydra.sweep.dir}/.submitit/%j"
-    # Seconds before the time limit at which the jobs are told to save.
+    # Seconds before the time limit at which the jobs are told to save; Slurm may do it up to 60 s earlier.
     signal_delay_s: int = 120
     # Name of the array in the queue.
     name: str = "${hydra.job.name}"
@@ -130,15 +131,36 @@ class GridConfig:
     seed: Optional[int] = None
 
 
+# Group -> its options that are ours; Hydra's own, basic, have no settings of a use here.
+OPTIONS: Dict[str, Dict[str, type]] = {
+    "hydra/launcher": {"joblib": JoblibConfig, "submitit_local": SubmititLocalConfig, "submitit_slurm": SubmititSlurmConfig},
+    "hydra/sweeper": {"optuna": OptunaConfig},
+    "hydra/sweeper/sampler": {"tpe": TpeConfig, "random": RandomConfig, "grid": GridConfig},
+}
+
+
 def register_sweeps() -> None:
     """Takes the place of what Hydra's plugins have registered under these names, where they are installed: call it after them."""
     store = ConfigStore.instance()
-    for name, node in (
-        ("joblib", JoblibConfig),
-        ("submitit_local", SubmititLocalConfig),
-        ("submitit_slurm", SubmititSlurmConfig),
-    ):
-        store.store(group="hydra/launcher", name=name, node=node)
-    store.store(group="hydra/sweeper", name="optuna", node=OptunaConfig)
-    for name, node in (("tpe", TpeConfig), ("random", RandomConfig), ("grid", GridConfig)):
-        store.store(group="hydra/sweeper/sampler", name=name, node=node)
+    for group, options in OPTIONS.items():
+        for name, node in options.items():
+            store.store(group=group, name=name, node=node)
+
+
+def hint_of_setting(key: str, present: List[str]) -> str:
+    """What to write in place of the unknown ``key`` of a sweep, whose section has the settings ``present`` now."""
+    parent, _, name = key.rpartition(".")
+    if name in ("metric", "objective"):
+        return "the objective is no setting: it is the last eval/loss or eval/accuracy of a run, else its loss"
+    groups = sorted(OPTIONS, key=lambda group: group != parent.replace(".", "/"))
+    for group in groups:
+        owners = [option for option, node in OPTIONS[group].items() if name in {f.name for f in fields(node)}]
+        if owners:
+            ways = " or ".join(f"{group}={option}" for option in owners)
+            full = f"{group.replace('/', '.')}.{name}"
+            return f"it is a setting of {ways}" if full == key else f"did you mean '{full}', of {ways}?"
+    valid = [f"{parent}.{other}" for other in present if not other.startswith("_")]
+    close = difflib.get_close_matches(name, [other.rpartition(".")[2] for other in valid], n=1)
+    if close:
+        return f"did you mean '{parent}.{close[0]}'?"
+    return f"valid: {', '.join(valid)}" if valid else f"the chosen {parent.replace('.', '/')} has no settings"

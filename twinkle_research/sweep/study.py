@@ -94,7 +94,7 @@ class StudySweeper(Sweeper):
                 trials = [self.from_grid(study, space, number) for number in numbers]
             else:
                 study.sampler = self.make_sampler(self.seed("sweep", first) % 2**32)
-                trials = [ask(study, space, number) for number in numbers]
+                trials = [self.ask(study, space, number) for number in numbers]
             values = self.launcher.launch_jobs([(n, words_of(t.params, fixed)) for n, t in zip(numbers, trials, strict=True)])
             for number, trial in zip(numbers, trials, strict=True):
                 tell(study, trial.number, values[number])
@@ -140,10 +140,16 @@ class StudySweeper(Sweeper):
             return instantiate(self.settings.sampler, seed=seed)
         except InstantiationException as error:
             said = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
-            given = ", ".join(f"{key}={value}" for key, value in self.settings.sampler.items() if key != "_target_")
-            raise ConfigError(
-                f"hydra/sweeper/sampler: {self.settings.sampler._target_} cannot be made with {given}: {said}"
-            ) from error
+            given = [f"{key}={v}" for key, v in self.settings.sampler.items() if key != "_target_" and v is not None]
+            raise ConfigError(f"hydra.sweeper.sampler cannot have {', '.join(given)}: {said}") from error
+
+    def ask(self, study: Study, space: dict[str, BaseDistribution], number: int) -> Any:
+        try:
+            trial = study.ask(space)
+        except ModuleNotFoundError as error:  # CMA-ES and others, which are not of Optuna itself
+            raise UserError(f"{self.settings.sampler._target_} needs {error.name}: pip install {error.name}") from error
+        trial.set_user_attr(JOB, number)  # last: a trial that has it is whole
+        return trial
 
     def seed(self, *key: object) -> int:
         own = self.settings.sampler.get("seed")
@@ -183,12 +189,6 @@ class StudySweeper(Sweeper):
 
 
 # --- trials ------------------------------------------------------------------------------------------------------------
-
-
-def ask(study: Study, space: dict[str, BaseDistribution], number: int) -> Any:
-    trial = study.ask(space)
-    trial.set_user_attr(JOB, number)  # last: a trial that has it is whole
-    return trial
 
 
 def tell(study: Study, trial: int, value: float | None) -> None:
