@@ -1,6 +1,7 @@
 """The plan of a job on GPUs that are not here: hand-derived numbers, what it refuses and what it proposes instead."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -195,7 +196,18 @@ def test_a_reference_of_pairs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("group", "here", "machines"),
-    [(Group(8, 1, 8), 8, 1), (Group(16, 1, 8), 8, 2), (Group(16, 2, 8), 4, 4), (Group(4, 8, 8), 1, 4), (Group(2, 4, 8), 2, 1)],
+    [
+        (Group(8, 1, 8), 8, 1),
+        (Group(16, 1, 8), 8, 2),
+        (Group(16, 2, 8), 4, 4),
+        (Group(4, 8, 8), 1, 4),
+        (Group(2, 4, 8), 2, 1),
+        # Of 8 groups of 5 one has its first member alone on a machine; of those of 12 each has 4 somewhere.
+        (Group(5, 1, 8), 1, 2),
+        (Group(12, 1, 8), 4, 2),
+        (Group(6, 1, 6), 6, 1),
+        (Group(2, 3, 8), 1, 2),
+    ],
 )
 def test_where_a_group_lies(group: Group, here: int, machines: int) -> None:
     assert (group.here, group.machines) == (here, machines)
@@ -246,6 +258,10 @@ def test_a_real_start_needs_the_machines() -> None:
         ([H100, "backend.device=cpu"], "launch.gpu=h100_80gb has no effect with backend.device=cpu"),
         (["launch.gpu_memory_gib=40"], "'launch.gpu_memory_gib' has no effect without launch.gpu"),
         (["launch.network_gbytes=25"], "'launch.network_gbytes' has no effect without launch.gpu"),
+        (
+            [H100, "launch.nproc_per_node=12"],
+            "=12 is more than the 8 GPUs of a machine (h100_80gb); write 8 (with launch.nodes=2",
+        ),
         (["launch.gpu=h100"], "did you mean 'h100_80gb'?"),
         ([H100, "launch.node_gbytes=0"], "'launch.node_gbytes' must be > 0"),
         (["launch.nodes=100000000"], "'launch.nodes' must be in [1, 100000], got 100000000"),
@@ -254,6 +270,16 @@ def test_a_real_start_needs_the_machines() -> None:
 def test_refused_settings(words: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(expected)):
         validate(compose(["model=tiny", "dry_run=true", *words]))
+
+
+def test_more_processes_than_seem_meant() -> None:
+    """Only a note, where nothing says how many GPUs or cores there will be."""
+    many = plan("model=tiny", "backend.device=cuda", "launch.nodes=2", "launch.nproc_per_node=12", "trainer.batch_size=24")
+    assert many.warnings == ("launch.nproc_per_node=12 is more than the 8 GPUs that a machine usually has",)
+    cores = len(os.sched_getaffinity(0))
+    for number, noted in ((4 * cores, False), (4 * cores + 1, True)):
+        words = ["model=tiny", "backend.device=cpu", f"launch.nproc_per_node={number}", f"trainer.batch_size={number}"]
+        assert any("they wait for each other" in note for note in plan(*words).warnings) == noted
 
 
 def test_settings_correct_what_is_known() -> None:

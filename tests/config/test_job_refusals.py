@@ -75,6 +75,22 @@ def test_another_sampler_or_optimizer_where_no_layout_fits(
     assert found.memory.total <= found.hardware.memory
 
 
+def test_an_engine_lies_in_one_machine_or_fills_several() -> None:
+    words = ["model=qwen3_8b", H100, *SAMPLED, "trainer.batch_size=64"]
+    plan(*words, "launch.nodes=4", "sampler.tensor_parallel=16", "backend.gradient_checkpointing=true", "backend.sharding=fsdp2")
+    several = "=16 must divide the 8 processes of a machine, or be those of several whole machines; write 8"
+    assert several in refusal(*words, "launch.nodes=3", "sampler.tensor_parallel=16")
+    one = "=16 must divide the 8 processes of a machine: each engine lies in one; write 8"
+    assert one in refusal(*words, "sampler.tensor_parallel=16")
+    text = refusal(*words, "launch.nodes=4", "launch.nproc_per_node=6", "sampler.tensor_parallel=4")
+    assert text.endswith("write 2, or give launch.nproc_per_node=4")
+
+
+def test_a_machine_is_filled_first() -> None:
+    text = refusal("model=qwen3_235b_a22b", *FULL, H100, "launch.nproc_per_node=1", "data.sample_prompts=[]")
+    assert "launch.nproc_per_node=8 launch.nodes=" in text
+
+
 def test_a_remedy_is_one() -> None:
     text = refusal("model=tiny", H100, "launch.gpu_memory_gib=0.5")
     assert "on a GPU that has 0.5 (H100): at most about 2.6 GiB a process (rows" in text

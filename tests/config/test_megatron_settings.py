@@ -58,7 +58,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> str:
         (["virtual_stages=2"], "backend.pipeline_parallel=1; write backend.virtual_stages=1, or backend.pipeline_parallel=2"),
         (["recompute=full", "recompute_layers=3"], "backend.recompute_layers=3 must divide the 4 layers that a process"),
         (["recompute=full", "recompute_layers=4", "pipeline_parallel=2"], "must divide the 2 layers that a process"),
-        (["recompute_layers=2"], "'backend.recompute_layers' has no effect with backend.recompute=none; write recompute=full"),
+        (["recompute_layers=2"], "has no effect with backend.recompute=none; write 1, or backend.recompute=full"),
         (["recompute=selective", "recompute_layers=2"], "has no effect with backend.recompute=selective"),
         (["sequence_parallel=true"], "backend.sequence_parallel=true has no effect with backend.tensor_parallel=1"),
         (["overlap_param_gather=true", "distributed_optimizer=true"], "and backend.overlap_grad_reduce=true, without which"),
@@ -94,25 +94,28 @@ def test_refused(texts: list[str], expected: str) -> None:
     assert expected in refusal(*texts)
 
 
+WIDE = ["device=auto", "expert_parallel=6", "pipeline_parallel=2", "expert_tensor_parallel=2"]  # 24 processes
+
+
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
         (["expert_parallel=4"], r"backend.expert_parallel=4 must divide the 6 experts of .*; write 3 or 6"),
         (
             ["expert_parallel=3", "launch.nproc_per_node=4"],
-            r"= 3 must divide the 4 .* give expert_parallel=2 or 4, or start 3 or 6 ",
+            r"= 3 must divide the 4 .* give backend.expert_parallel=2, or start 3 or 6 ",
         ),
         (
             ["expert_tensor_parallel=5"],
             r"divide the 12 columns of each expert of .* backend.expert_tensor_parallel=4 or 6",
         ),
         (  # More processes than a machine has GPUs.
-            ["expert_parallel=16", "device=auto", "launch.nproc_per_node=8"],
-            r"give expert_parallel=8, or start 8 of them on each machine \(launch.nproc_per_node\) with launch.nodes=2$",
+            [*WIDE, "launch.nproc_per_node=8"],
+            r"give backend.expert_parallel=2, or start 8 of them on each machine \(launch.nproc_per_node\) with launch.nodes=3$",
         ),
         (
-            ["expert_parallel=16", "device=auto", "launch.nodes=3", "launch.nproc_per_node=7"],
-            r"start 8 of them on each machine \(launch.nproc_per_node\) with launch.nodes=2 or 4$",
+            [*WIDE, "launch.nodes=5", "launch.nproc_per_node=4"],
+            r"give backend.expert_parallel=1, or start 4 of them on each machine \(launch.nproc_per_node\) with launch.nodes=6$",
         ),
         (["tensor_parallel=2", "sequence_parallel=false"], "does not train experts, which"),
         # The first layer has no experts, so that its 48 columns count, too.
@@ -210,7 +213,7 @@ def test_all_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processes("tensor_parallel=2", "pipeline_parallel=4") == 8
     with pytest.raises(ConfigError, match=r"needs 16 GPUs, but 8 are visible; lower tensor_parallel"):
         processes("tensor_parallel=4", "pipeline_parallel=4")
-    with pytest.raises(ConfigError, match=r"= 3 must divide the 8 processes; start 6 or 9"):
+    with pytest.raises(ConfigError, match=r"= 3 must divide the 8 processes; start 6 of them"):
         processes("context_parallel=3")
 
 

@@ -40,7 +40,9 @@ def test_refusals(words, message):
 
 def test_an_engine_over_ranks_needs_them():
     config = to_object(compose(["loss=grpo", "sampler=vllm", "sampler.tensor_parallel=2"]))
-    with pytest.raises(ConfigError, match="needs a multiple of 2 processes, but 1 are started; give launch.nproc_per_node=2"):
+    with pytest.raises(
+        ConfigError, match="the 1 process of a machine: each engine lies in one; write 1, or give launch.nproc_per_node=2"
+    ):
         run_plan(config)
     config.launch.nproc_per_node = 2
     assert run_plan(config).world_size == 2

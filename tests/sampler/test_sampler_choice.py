@@ -64,7 +64,10 @@ VLLM = ["loss=grpo", "sampler=vllm"]
         ([*VLLM, "backend.device=cpu", "sampler.sleep=level1"], "'sampler.sleep' has no effect with backend.device=cpu"),
         ([*VLLM, "backend.device=cpu", "sampler.enforce_eager=true"], "there are no CUDA graphs on a CPU"),
         ([*VLLM, "sampler.kv_cache_gib=1", "sampler.gpu_memory_utilization=0.5"], "not both"),
-        ([*VLLM, "sampler.tensor_parallel=2", "launch.nproc_per_node=3"], "must divide the 3 processes of launch"),
+        (
+            [*VLLM, "sampler.tensor_parallel=2", "launch.nproc_per_node=3"],
+            "must divide the 3 processes of a machine: each engine lies in one; write 1, or give launch.nproc_per_node=2",
+        ),
         ([*VLLM, "sampler.tensor_parallel=3"], "must divide the 4 attention heads of model=tiny"),
         ([*VLLM, "sampler.lora=adapter"], "sampler.lora=adapter has no effect with adapter=none"),
         ([*VLLM, "sampler.lora=adapter", "adapter=lora", "adapter.dora=true"], "adapter.dora=true with sampler.lora=adapter"),

@@ -14,6 +14,7 @@ from packaging.version import Version
 
 from twinkle_research.checkpoint.config import CheckpointFormat
 from twinkle_research.config.datachecks import data_problems
+from twinkle_research.config.jobplan.hardware import PER_MACHINE
 from twinkle_research.config.keys import all_keys
 from twinkle_research.config.layouts import Backend
 from twinkle_research.config.losschecks import loss_problems
@@ -353,6 +354,12 @@ def _gpus(config: TrainConfig) -> Iterator[str]:
     launch = config.launch
     if launch.gpu is not None and config.backend.device is Device.cpu:
         yield f"launch.gpu={launch.gpu.name} has no effect with backend.device=cpu; write auto, or launch.gpu=null"
+    nproc = launch.nproc_per_node or 1
+    if launch.gpu is not None and nproc > PER_MACHINE:
+        yield (
+            f"launch.nproc_per_node={nproc} is more than the {PER_MACHINE} GPUs of a machine ({launch.gpu.name}); write "
+            f"{PER_MACHINE} (with launch.nodes={-(-nproc * launch.nodes // PER_MACHINE)} there are as many)"
+        )
     for key in ("gpu_memory_gib", "node_gbytes", "network_gbytes"):
         if launch.gpu is None and getattr(launch, key) is not None:
             yield f"'launch.{key}' has no effect without launch.gpu, which it corrects; give launch.gpu=h100_80gb, for example"

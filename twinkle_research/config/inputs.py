@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from twinkle_research import template
-from twinkle_research.config.megatronchecks import megatron_against_model, megatron_installed
+from twinkle_research.config.megatronchecks import megatron_against_model, megatron_installed, megatron_on_processes
 from twinkle_research.config.rewardchecks import reward_files
 from twinkle_research.config.samplerchecks import sampler_against_model, sampler_installed
 from twinkle_research.config.schema import config_dir
@@ -134,7 +134,10 @@ def against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
                 yield f"'adapter.{key}' names '{name}', which {model} does not have; {near}"
         yield from _low_rank_on_tied(config.adapter, facts)
     yield from sampler_against_model(config, facts)
-    yield from megatron_against_model(config, facts)
+    if problems := list(megatron_against_model(config, facts)):
+        yield from problems
+    else:
+        yield from megatron_on_processes(config, facts)
 
 
 def _low_rank_on_tied(adapter: LoraAdapterConfig, facts: Facts) -> Iterator[str]:

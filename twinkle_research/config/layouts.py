@@ -69,3 +69,9 @@ def divisors(*numbers: int) -> list[int]:
     """What divides all of them; zeros (not known) do not count."""
     common = math.gcd(*numbers)
     return [number for number in range(1, common + 1) if common % number == 0] or [1]
+
+
+def beside(number: int, step: int, most: float = math.inf) -> str:
+    """The multiples of ``step``, up to ``most``, below and above ``number``, or itself where it is one."""
+    below = number // step * step
+    return str(number) if below == number else neighbours(number, [n for n in (below, below + step) if 0 < n <= most])

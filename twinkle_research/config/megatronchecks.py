@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from twinkle_research.checkpoint.config import CheckpointFormat
 from twinkle_research.config.jobplan.hardware import PER_MACHINE
-from twinkle_research.config.layouts import data_parallel_size, divisors, fewest_processes, neighbours
+from twinkle_research.config.layouts import beside, data_parallel_size, divisors, fewest_processes, neighbours
 from twinkle_research.model.config import Attention, Device, LoraAdapterConfig
 from twinkle_research.model.facts import Facts, is_vocabulary_module
 from twinkle_research.model.megatron.config import (
@@ -35,8 +35,6 @@ def megatron_problems(config: TrainConfig) -> Iterator[str]:
         return
     yield from _without_effect(backend)
     yield from _not_done(config)
-    if config.launch.nproc_per_node is not None:
-        yield from processes_problems(backend, config.launch.nproc_per_node * config.launch.nodes, config.launch.nodes)
 
 
 def _layout(backend: MegatronBackendConfig) -> dict[str, int]:
@@ -61,7 +59,10 @@ def _without_effect(backend: MegatronBackendConfig) -> Iterator[str]:
             "gather, and backend.overlap_grad_reduce=true, without which all of it is one piece"
         )
     if backend.recompute_layers != 1 and backend.recompute is not Recompute.full:
-        yield f"'backend.recompute_layers' has no effect with backend.recompute={backend.recompute.name}; write recompute=full"
+        yield (
+            f"'backend.recompute_layers' has no effect with backend.recompute={backend.recompute.name}; write 1, or "
+            "backend.recompute=full"
+        )
     if backend.transformer_engine and backend.device is Device.cpu:
         yield "backend.transformer_engine=true needs a GPU, but backend.device=cpu; write null"
 
@@ -97,9 +98,12 @@ def _not_done(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def processes_problems(backend: MegatronBackendConfig, world_size: int, nodes: int = 1) -> Iterator[str]:
+def processes_problems(
+    backend: MegatronBackendConfig, world_size: int, nodes: int = 1, facts: Facts | None = None
+) -> Iterator[str]:
     """Of a layout on ``world_size`` processes of ``nodes`` machines, as Megatron-Core divides them: world = tensor x pipeline x
-    context x data, and beside it world = expert_tensor x expert x pipeline x expert_data."""
+    context x data, and beside it world = expert_tensor x expert x pipeline x expert_data. ``facts`` of the model, where they are
+    known, so that what is proposed suits its experts."""
     needed, tensor, stages = model_processes(backend), backend.tensor_parallel, backend.pipeline_parallel
     if world_size % needed:
         yield (
@@ -108,8 +112,7 @@ def processes_problems(backend: MegatronBackendConfig, world_size: int, nodes: i
         )
     elif world_size % expert_processes(backend):
         own, experts = expert_tensor_parallel(backend), backend.expert_parallel
-        valid = [n for n in range(1, world_size + 1) if world_size % (n * own * stages) == 0]
-        instead = f"expert_parallel={neighbours(experts, valid)}" if valid else "another backend.expert_tensor_parallel"
+        instead = _experts_beside(backend, world_size, facts)
         yield (
             f"backend.expert_parallel x expert_tensor_parallel x pipeline_parallel = {experts} x {own} x {stages} = "
             f"{expert_processes(backend)} must divide the {world_size} processes; give {instead}, or "
@@ -117,21 +120,31 @@ def processes_problems(backend: MegatronBackendConfig, world_size: int, nodes: i
         )
 
 
+def _experts_beside(backend: MegatronBackendConfig, world_size: int, facts: Facts | None) -> str:
+    """The nearest number of processes for experts that divides the processes at hand and the experts; before it, where there is
+    none, one of those that share an expert's matrices."""
+    count, width = (facts.num_experts, facts.expert_intermediate_size) if facts is not None else (0, 0)
+    shares, own, experts = world_size // backend.pipeline_parallel, expert_tensor_parallel(backend), backend.expert_parallel
+    more = ""
+    if shares % own:
+        own = min((n for n in divisors(shares) if width % n == 0), key=lambda n: (abs(n - own), n))
+        more = f"backend.expert_tensor_parallel={own}"
+        if shares // own % experts == 0:
+            return more
+    valid = [n for n in divisors(shares // own) if count % n == 0]
+    return f"{more} backend.expert_parallel={neighbours(experts, valid)}".lstrip()
+
+
 def _start(backend: MegatronBackendConfig, step: int, world_size: int, nodes: int) -> str:
     """Numbers of processes on each machine that make a multiple of ``step``, else numbers of machines that do."""
     each, on_each = world_size // nodes, step // math.gcd(step, nodes)
-    if on_each <= max(PER_MACHINE, each) or backend.device is Device.cpu:
+    most = math.inf if backend.device is Device.cpu else max(PER_MACHINE, each)
+    if on_each <= most:
         machines = "on one machine" if nodes == 1 else f"on each of the {nodes} machines"
-        return f"{_beside(each, on_each)} of them (launch.nproc_per_node, {machines})"
+        return f"{beside(each, on_each, most)} of them (launch.nproc_per_node, {machines})"
     each = each if step % each == 0 else PER_MACHINE
     machines = step // math.gcd(step, each)
-    return f"{each} of them on each machine (launch.nproc_per_node) with launch.nodes={_beside(nodes, machines)}"
-
-
-def _beside(number: int, step: int) -> str:
-    """The multiples of ``step`` below and above ``number``, or itself where it is one."""
-    below = number // step * step
-    return str(number) if below == number else neighbours(number, [n for n in (below, below + step) if n])
+    return f"{each} of them on each machine (launch.nproc_per_node) with launch.nodes={beside(nodes, machines)}"
 
 
 # --- against the model ----------------------------------------------------------------------------------------------
@@ -148,6 +161,13 @@ def megatron_against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
     yield from _tensor_parallel(backend, facts, model)
     yield from _stages(backend, facts, model)
     yield from _experts(backend, facts, model)
+
+
+def megatron_on_processes(config: TrainConfig, facts: Facts) -> Iterator[str]:
+    """Of the processes that ``launch`` names."""
+    backend, launch = config.backend, config.launch
+    if isinstance(backend, MegatronBackendConfig) and launch.nproc_per_node is not None:
+        yield from processes_problems(backend, launch.nproc_per_node * launch.nodes, launch.nodes, facts)
 
 
 def _tensor_parallel(backend: MegatronBackendConfig, facts: Facts, model: str) -> Iterator[str]:
@@ -198,8 +218,9 @@ def _experts(backend: MegatronBackendConfig, facts: Facts, model: str) -> Iterat
             f"{neighbours(backend.expert_parallel, divisors(facts.num_experts))}"
         )
     tensor = expert_tensor_parallel(backend)
-    if facts.expert_intermediate_size % tensor:
-        key = "tensor_parallel" if backend.expert_tensor_parallel is None else "expert_tensor_parallel"
+    shared = backend.expert_tensor_parallel is None
+    if facts.expert_intermediate_size % tensor and not (shared and any(_tensor_parallel(backend, facts, model))):
+        key = "tensor_parallel" if shared else "expert_tensor_parallel"
         yield (
             f"backend.{key}={tensor} must divide the {facts.expert_intermediate_size} columns of each expert of {model}; write "
             f"backend.expert_tensor_parallel={neighbours(tensor, divisors(facts.expert_intermediate_size))}"

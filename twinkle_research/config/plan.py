@@ -1,8 +1,8 @@
 """The run plan: what a command would do, before anything is started. Computed without torch."""
 
 import glob
-import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +14,7 @@ from twinkle_research.config.jobplan.memory import Memory, available_bytes, esti
 from twinkle_research.config.jobplan.shapes import trainable_parameters
 from twinkle_research.config.layouts import data_parallel_size, default_processes, fewest_processes, layout_text
 from twinkle_research.config.megatronchecks import megatron_notes, processes_problems
+from twinkle_research.config.samplerchecks import engine_problems
 from twinkle_research.config.storage import FILE_NAME, to_object
 from twinkle_research.dataset.config import (
     CommonDataConfig,
@@ -35,6 +36,8 @@ from twinkle_research.sampler.choice import chosen_sampler
 from twinkle_research.tracking.config import WandbMode
 from twinkle_research.tracking.credentials import resolve_mode
 from twinkle_research.trainer.config import TrainConfig
+
+_PER_CORE = 4  # processes on a CPU, above which a note says so
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,8 @@ def run_plan(cfg: DictConfig | TrainConfig, world: WorldInfo | None = None) -> R
         _check_gpus(config, hardware)
     planned = hardware is not None or config.backend.device is Device.cuda
     nodes, nproc = _processes(config, world, gpus)
-    _check_layout(config, nodes * nproc, nodes)
     facts = model_facts(config.model)
+    _check_layout(config, nodes, nproc, facts)
     device = "cuda" if gpus or planned else "cpu"
     memory = None
     if facts is not None:
@@ -109,10 +112,10 @@ def _check_fit(config: TrainConfig, facts: Facts, memory: Memory, hardware: Hard
         raise ConfigError(refusal(config, facts, memory, hardware, nodes, nproc))
 
 
-def _check_layout(config: TrainConfig, processes: int, nodes: int) -> None:
-    backend = config.backend
+def _check_layout(config: TrainConfig, nodes: int, nproc: int, facts: Facts | None) -> None:
+    backend, processes = config.backend, nodes * nproc
     if isinstance(backend, MegatronBackendConfig):
-        if problems := list(processes_problems(backend, processes, nodes)):
+        if problems := list(processes_problems(backend, processes, nodes, facts)):
             raise ConfigError("\n".join(problems))
     elif backend.sharding is Sharding.none and processes > 1:
         raise ConfigError(f"backend.sharding=none runs in one process, but {processes} are started; write backend.sharding=ddp")
@@ -121,12 +124,8 @@ def _check_layout(config: TrainConfig, processes: int, nodes: int) -> None:
             "backend.sharding=fsdp2 splits the model over processes, but one is started; give launch.nproc_per_node=2 or more, "
             "or backend.sharding=auto"
         )
-    together = getattr(config.sampler, "tensor_parallel", 1)
-    if processes % together:
-        raise ConfigError(
-            f"sampler.tensor_parallel={together} needs a multiple of {together} processes, but {processes} are started; give "
-            f"launch.nproc_per_node={math.lcm(together, fewest_processes(backend))}"
-        )
+    if problems := list(engine_problems(config, nproc, nodes, facts)):
+        raise ConfigError("\n".join(problems))
 
 
 def _processes(config: TrainConfig, world: WorldInfo, gpus: int) -> tuple[int, int]:
@@ -190,12 +189,18 @@ def _warnings(
     found = []
     batch, shares = config.trainer.batch_size, data_parallel_size(config.backend, world_size)
     kind = "processes" if shares == world_size else "data-parallel shares"
+    said = f"trainer.batch_size={batch}"
+    if isinstance(config.rollout, SingleTurnConfig):
+        batch *= config.rollout.num_generations
+        said += f" x rollout.num_generations={config.rollout.num_generations} = {batch} rows"
     if shares > batch:
-        found.append(f"trainer.batch_size={batch} is less than {shares} {kind}: {shares - batch} of them stay idle")
+        found.append(f"{said} is less than {shares} {kind}: {shares - batch} of them stay idle")
     elif batch % shares:
-        found.append(f"trainer.batch_size={batch} does not divide by {shares} {kind}: some have a row more than others")
+        found.append(f"{said} does not divide by {shares} {kind}: some have a row more than others")
     found += megatron_notes(config, world_size)
-    if device == "cpu" and memory is not None and memory.total * nproc > available_bytes():
+    found += _many_processes(world_size // nproc, nproc, device)
+    here = device == "cpu" and world_size == nproc
+    if here and memory is not None and memory.total * nproc > available_bytes():
         found.append(
             f"the estimate, {nproc} x {memory.total / GIB:.1f} GiB, is more than the {available_bytes() / GIB:.1f} GiB of this "
             "machine: lower data.max_length or trainer.micro_batch_size, or set backend."
@@ -204,6 +209,15 @@ def _warnings(
     if facts is None:
         found.append(f"{config.model.path} is not in the local cache: it is downloaded at the start, and checked then")
     return found
+
+
+def _many_processes(nodes: int, nproc: int, device: str) -> Iterator[str]:
+    """More on a machine than seems meant. With launch.gpu, or GPUs that are visible, that is refused."""
+    if device == "cuda" and nproc > PER_MACHINE:
+        yield f"launch.nproc_per_node={nproc} is more than the {PER_MACHINE} GPUs that a machine usually has"
+    cores = len(os.sched_getaffinity(0))
+    if device == "cpu" and nodes == 1 and nproc > _PER_CORE * cores:
+        yield f"{nproc} processes on {cores} CPU core{'s' * (cores > 1)}: they wait for each other"
 
 
 # --- printing -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from twinkle_research.advantage.config import AdvantageConfig
+from twinkle_research.config.layouts import beside
 from twinkle_research.dataset.config import TASKS, eval_path_of
 from twinkle_research.model.config import LoraAdapterConfig
 from twinkle_research.trainer.config import NoneConfig, ReferenceKind, RlTrainerConfig, TrainConfig
@@ -37,7 +38,7 @@ def _steps(config: TrainConfig) -> Iterator[str]:
     if rollout.prompts_per_step is not None and rollout.prompts_per_step % trainer.batch_size:
         yield (
             f"rollout.prompts_per_step={rollout.prompts_per_step} must be a multiple of trainer.batch_size={trainer.batch_size}: "
-            "a rollout is cut into whole optimizer steps"
+            f"a rollout is cut into whole optimizer steps; write {beside(rollout.prompts_per_step, trainer.batch_size)}"
         )
     if rollout.max_oversampling is not None and (trainer.epochs is not None or trainer.max_steps is None):
         yield "rollout.max_oversampling samples as many prompts as it needs, so give trainer.max_steps and not trainer.epochs"

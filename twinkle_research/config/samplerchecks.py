@@ -1,7 +1,10 @@
 """What a sampler's settings must satisfy, and which of them have no effect under the others."""
 
+import math
 from collections.abc import Iterator
 
+from twinkle_research.config.jobplan.hardware import PER_MACHINE
+from twinkle_research.config.layouts import divisors, fewest_processes, neighbours
 from twinkle_research.model.config import Device, LoraAdapterConfig
 from twinkle_research.model.facts import ALL_LINEAR, Facts
 from twinkle_research.sampler.choice import vllm_obstacle
@@ -47,9 +50,6 @@ def _vllm(config: TrainConfig, sampler: VLLMSamplerConfig) -> Iterator[str]:
                 yield f"'sampler.{key}' has no effect with backend.device=cpu: {why}"
     elif sampler.kv_cache_gib is not None and sampler.gpu_memory_utilization != default.gpu_memory_utilization:
         yield "give sampler.kv_cache_gib or sampler.gpu_memory_utilization, not both: the first makes the second ineffective"
-    processes = None if config.launch.nproc_per_node is None else config.launch.nproc_per_node * config.launch.nodes
-    if processes is not None and processes % sampler.tensor_parallel:
-        yield f"sampler.tensor_parallel={sampler.tensor_parallel} must divide the {processes} processes of launch"
     yield from _lora(config, sampler)
 
 
@@ -95,4 +95,32 @@ def sampler_against_model(config: TrainConfig, facts: Facts) -> Iterator[str]:
     if sampler.max_model_len is not None and 0 < facts.max_positions < sampler.max_model_len:
         yield f"sampler.max_model_len={sampler.max_model_len} is more than the {facts.max_positions} positions of {model}"
     if facts.num_heads % sampler.tensor_parallel:
-        yield f"sampler.tensor_parallel={sampler.tensor_parallel} must divide the {facts.num_heads} attention heads of {model}"
+        yield (
+            f"sampler.tensor_parallel={sampler.tensor_parallel} must divide the {facts.num_heads} attention heads of {model}; "
+            f"write {neighbours(sampler.tensor_parallel, divisors(facts.num_heads))}"
+        )
+    elif config.launch.nproc_per_node is not None:
+        yield from engine_problems(config, config.launch.nproc_per_node, config.launch.nodes, facts)
+
+
+def engine_problems(config: TrainConfig, nproc: int, nodes: int, facts: Facts | None) -> Iterator[str]:
+    """Whether the ranks of an engine lie side by side in one machine, of ``nproc`` processes, or fill several."""
+    sampler, backend = config.sampler, config.backend
+    if not isinstance(sampler, VLLMSamplerConfig) or fills_machines(sampler.tensor_parallel, nproc, nodes):
+        return
+    heads = 0 if facts is None else facts.num_heads
+    valid = [n for n in divisors(nproc * nodes) if heads % n == 0 and fills_machines(n, nproc, nodes)]
+    fewest = fewest_processes(backend)
+    enough = math.lcm(sampler.tensor_parallel, fewest // math.gcd(fewest, nodes))
+    start = f", or give launch.nproc_per_node={enough}"
+    yield (
+        f"sampler.tensor_parallel={sampler.tensor_parallel} must divide the {nproc} process{'es' * (nproc > 1)} of a machine"
+        + (", or be those of several whole machines" if nodes > 1 else ": each engine lies in one")
+        + f"; write {neighbours(sampler.tensor_parallel, valid)}"
+        + (start if enough <= PER_MACHINE or backend.device is Device.cpu else "")
+    )
+
+
+def fills_machines(ranks: int, nproc: int, nodes: int) -> bool:
+    """Whether engines of ``ranks`` processes fit into machines of ``nproc``, or machines into them."""
+    return nproc % ranks == 0 or (ranks % nproc == 0 and nodes * nproc % ranks == 0)

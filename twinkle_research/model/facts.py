@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
@@ -20,6 +19,7 @@ from typing import Any
 from twinkle_research.checkpoint.names import PARTS
 from twinkle_research.errors import ConfigError, nearest
 from twinkle_research.model.config import ArchitectureConfig
+from twinkle_research.model.headers import read_safetensors_header
 
 ALL_LINEAR = "all-linear"
 _SHIPPED = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")  # whose tensors are known from their dimensions
@@ -37,7 +37,6 @@ COLUMN = (
 )  # fmt: skip
 ROW = ("o_proj", "down_proj")
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -116,7 +115,8 @@ class Facts:
     @cached_property
     def kinds(self) -> Mapping[str, int]:
         """Last name of a module outside of experts -> how many there are of it. Experts are no linear modules in memory."""
-        return Counter(name.rpartition(".")[2] for name in self.modules if "experts" not in name.split("."))
+        names = {_module(name)[0] for name, _ in self.tensors} | ({"lm_head"} if self.tied_embeddings else set())
+        return Counter(name.rpartition(".")[2] for name in names)
 
     @cached_property
     def layers(self) -> tuple[LayerParameters, ...]:
@@ -384,34 +384,3 @@ def _read_headers(folder: Path) -> _Headers:
         size += path.stat().st_size
         shapes.update({tensor: tuple(entry["shape"]) for tensor, entry in header.items()})
     return _Headers(shapes, size)
-
-
-def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Tensor name -> {"dtype", "shape", "data_offsets"}; only the header's bytes are read, and they are checked."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
-            if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise ConfigError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
-            header = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: named in the index but not there") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: damaged safetensors header ({error})") from None
-    if not isinstance(header, dict):
-        raise ConfigError(f"{path}: damaged safetensors header (not an object)")
-    header.pop("__metadata__", None)
-    end = 8 + length
-    for tensor, entry in header.items():
-        shape, offsets = (entry.get("shape"), entry.get("data_offsets")) if isinstance(entry, dict) else (None, None)
-        if not _integers(shape) or not _integers(offsets) or len(offsets) != 2:
-            raise ConfigError(f"{path}: damaged safetensors header at tensor {tensor!r}")
-        if end + offsets[1] > size:
-            raise ConfigError(f"{path}: cut short: tensor {tensor!r} ends at byte {end + offsets[1]}, the file at {size}")
-    return header
-
-
-def _integers(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in value)

@@ -69,7 +69,7 @@ class VLLMSamplerConfig(SamplerConfig):
     max_model_len: Optional[int] = None
     # Completions in the making at one time in an engine.
     max_num_seqs: int = 256
-    # Processes that share an engine and its weights; the world is a multiple of it.
+    # Processes that share an engine and its weights: they divide those of a machine, or are those of several whole machines.
     tensor_parallel: int = 1
     # Share of a GPU's memory that the engine takes, weights included.
     gpu_memory_utilization: float = 0.3

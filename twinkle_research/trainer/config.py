@@ -144,7 +144,7 @@ class Gpu(Enum):
 
 @dataclass
 class LaunchConfig:
-    # null: what the layout needs on this machine; in a dry run for a `gpu` 8.
+    # With a `gpu` 8 at most. null: what the layout needs on this machine; in a dry run for a `gpu` 8.
     nproc_per_node: Optional[int] = None
     nodes: int = 1
     # GPUs of the job. The plan then says what fits on them, and in what time; in a dry run they need not be here.

@@ -10,11 +10,21 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": None,
 }  # fmt: skip
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "v_head_dim": 10, "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+    "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("Qwen3", {"tie_word_embeddings": True}),
     "untied": ("Llama", {"tie_word_embeddings": False}),
     "biased": ("Qwen2", {"tie_word_embeddings": False, "hidden_size": 64}),
     "mixture": ("Qwen3Moe", {"tie_word_embeddings": False, **MIXTURE}),
+    "one-head": ("Gemma", {"num_key_value_heads": 1, "vocab_size": 254}),
+    "granite": ("Granite", {"attention_bias": True, "mlp_bias": True, "residual_multiplier": 0.5}),
+    # The first layer is dense, and with it the stages differ.
+    "latent": ("DeepseekV2", {"tie_word_embeddings": False, **LATENT}),
+    "shared": ("Qwen2Moe", {"tie_word_embeddings": False, "shared_expert_intermediate_size": 56, **MIXTURE}),
 }
 
 
@@ -47,6 +57,16 @@ CASES = {
     "cp": Case(options={"context_parallel": 2}),
     "ep": Case("mixture", options={"expert_parallel": 2}),
     "etp": Case("mixture", options={"tensor_parallel": 2}),
+    "sp-granite": Case("granite", options={"tensor_parallel": 2}, dtype="bfloat16"),
+    "pp-one-head": Case("one-head", options={"pipeline_parallel": 2}),
+    "sp-latent": Case("latent", options={"tensor_parallel": 2}),
+    "tp-latent-lora": Case("latent", options={"tensor_parallel": 2, "expert_tensor_parallel": 1}, lora=3),
+    "pp-latent": Case("latent", options={"pipeline_parallel": 2}),
+    "pp-latent-lora": Case("latent", options={"pipeline_parallel": 2}, lora=3),
+    "cp-latent": Case("latent", options={"context_parallel": 2}),
+    "ep-latent": Case("latent", options={"expert_parallel": 2}),
+    "sp-shared": Case("shared", options={"tensor_parallel": 2}),
+    "sp-shared-lora": Case("shared", options={"tensor_parallel": 2}, lora=3),
     "ddp": Case("untied", megatron=False, options={"sharding": "ddp"}),
     "ddp-bf16": Case("tied", megatron=False, options={"sharding": "ddp"}, dtype="bfloat16"),
     "ddp-lora": Case("tied", megatron=False, options={"sharding": "ddp"}, lora=3),

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from twinkle_research.config.jobplan.hardware import PER_MACHINE
 from twinkle_research.config.jobplan.memory import Memory, estimate, resident
 from twinkle_research.config.jobplan.sampling import SamplingMemory, sampling_memory
 from twinkle_research.config.jobplan.step import step_time
 from twinkle_research.config.jobplan.traffic import flows
 from twinkle_research.config.jobplan.workload import workload
 from twinkle_research.config.megatronchecks import megatron_against_model, processes_problems
+from twinkle_research.config.samplerchecks import fills_machines
 from twinkle_research.distributed.gpus import Hardware
 from twinkle_research.model.config import Sharding, TransformersBackendConfig
 from twinkle_research.model.facts import Facts
@@ -60,13 +62,18 @@ def _has_room(sampler: SamplingMemory, config: TrainConfig) -> bool:
 
 
 def nearest_fit(config: TrainConfig, facts: Facts, hardware: Hardware, nodes: int, nproc: int) -> Fit | None:
-    """The smallest change that fits on the same machines, else on twice as many, and so on. None where there is none."""
-    most = max(MOST_GPUS, nodes * nproc)
+    """The smallest change that fits on the same GPUs, else on twice as many, and so on: first in the same machines, then in more
+    of them. None where there is none."""
+    most, given = max(MOST_GPUS, nodes * nproc), nproc
     while nodes * nproc <= most:
         found = _on(config, facts, hardware, nodes, nproc)
         if found is not None:
-            return found
-        nodes *= 2
+            more = {} if nproc == given else {"launch.nproc_per_node": nproc}
+            return replace(found, changes=more | found.changes)
+        if 2 * nproc <= PER_MACHINE:
+            nproc *= 2
+        else:
+            nodes *= 2
     return None
 
 
@@ -159,7 +166,8 @@ def _of_sampler(config: TrainConfig, facts: Facts, hardware: Hardware, nproc: in
         return [(0.0, {})], 0
     named = {} if isinstance(sampler, VLLMSamplerConfig) else {"sampler": "vllm"}
     own = getattr(sampler, "tensor_parallel", 1)
-    sizes = [size for size in (2, 4, 8, 16) if size > own and world_size % size == 0 and facts.num_heads % size == 0]
+    nodes = world_size // nproc
+    sizes = [n for n in (2, 4, 8, 16) if n > own and fills_machines(n, nproc, nodes) and facts.num_heads % n == 0]
     axes.append(
         [(0.0, {}), *((1.0 + i + 2 * (size > nproc), named | {"sampler.tensor_parallel": size}) for i, size in enumerate(sizes))]
     )
@@ -198,7 +206,7 @@ def _of_megatron(
     for chosen in itertools.product(*axes):
         changes = {key: value for _, own in chosen for key, value in own.items()}
         changed = _applied(config, changes)
-        if any(processes_problems(changed.backend, world_size)) or any(megatron_against_model(changed, facts)):
+        if any(processes_problems(changed.backend, world_size, facts=facts)) or any(megatron_against_model(changed, facts)):
             continue
         if resident(changed, facts, world_size) <= room:
             layouts.append((sum(cost for cost, _ in chosen), changes))

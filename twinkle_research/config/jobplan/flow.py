@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from twinkle_research.distributed.gpus import Hardware
 
 KINDS = ("tensor", "context", "expert", "pipeline", "data", "sampler")
+
+
+@cache
+def _where(size: int, stride: int, nproc: int) -> tuple[int, int]:
+    """(fewest members on a machine that has some, machines) of the group that lies worst. Groups follow one another: where they
+    do not divide a machine some of them lie in two."""
+    block = size * stride
+    if nproc % stride == 0 and (nproc % block == 0 or block % nproc == 0):
+        here = max(1, min(size, nproc // stride))
+        return here, -(-size // here)
+    worst = (size, 1)
+    for first in range(0, math.lcm(block, nproc), block):
+        for start in range(first, first + stride):
+            found = Counter((start + i * stride) // nproc for i in range(size))
+            worst = min(worst, (min(found.values()), len(found)))
+    return worst
 
 
 @dataclass(frozen=True)
@@ -19,12 +38,12 @@ class Group:
 
     @property
     def here(self) -> int:
-        """Of them on one machine."""
-        return max(1, min(self.size, self.nproc // self.stride))
+        """Of them on one machine, at least."""
+        return _where(self.size, self.stride, self.nproc)[0]
 
     @property
     def machines(self) -> int:
-        return -(-self.size // self.here)
+        return _where(self.size, self.stride, self.nproc)[1]
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,7 @@ class Flow:
             return n
         if self.op == "all_to_all":
             return n * (self.group.size - here) / self.group.size
-        return n * _rounds(self.op) * (machines - 1) / machines / here
+        return n * _rounds(self.op) * (self.group.size - here) / self.group.size / here
 
     def seconds(self, hardware: Hardware) -> float:
         return self.node / hardware.node + self.network / hardware.network

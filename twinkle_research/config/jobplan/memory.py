@@ -85,7 +85,7 @@ def estimate(config: TrainConfig, facts: Facts, world_size: int, hardware: Hardw
     found = _megatron(config, backend, facts, world_size) if megatron else _transformers(config, facts, world_size)
     return replace(
         found,
-        activations=found.activations + activation_bytes(config, facts, work),
+        activations=found.activations + activation_bytes(config, facts, work, on_cpu=on_cpu),
         sampler=sampling_memory(config, facts, world_size, hardware, on_cpu=on_cpu),
         runtime=_RUNTIME if on_cpu else _GPU_RUNTIME,
         gradients_stay=megatron,

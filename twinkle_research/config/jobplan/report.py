@@ -8,7 +8,7 @@ from twinkle_research.config.jobplan.flow import KINDS, Flow
 from twinkle_research.config.jobplan.step import idle_share, step_flops, step_time
 from twinkle_research.config.jobplan.traffic import flows
 from twinkle_research.config.jobplan.workload import Workload, workload
-from twinkle_research.distributed.gpus import GIB
+from twinkle_research.distributed.gpus import GIB, gib
 from twinkle_research.model.megatron.config import MegatronBackendConfig
 from twinkle_research.trainer.config import TrainConfig
 
@@ -61,7 +61,7 @@ def _memory_text(plan: RunPlan) -> str:
     parts = [("weights", memory.weights), ("gradients", memory.gradients), ("optimizer", memory.optimizer)]
     parts += [("reference", memory.reference)] if memory.reference else []
     parts += [("activations", memory.activations), ("sampler asleep", memory.sampler.asleep), ("libraries", memory.runtime)]
-    text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size)
+    text = ", ".join(f"{name} {gib(size)}" for name, size in parts if size)
     room = f" of {plan.hardware.memory / GIB:.4g}" if plan.hardware is not None else ""
     return f"{memory.training / GIB:.1f} GiB{room} a process while it trains: {text}"
 

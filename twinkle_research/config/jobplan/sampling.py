@@ -42,6 +42,8 @@ class SamplingMemory:
         return max(self.weights + max(self.cache, 0) + self.workspace, self.asleep)
 
     def text(self) -> str:
+        if not self.wanted:
+            return f"with a whole copy of the model {gib(self.weights)}, for data.sample_prompts"
         own = f"its weights {gib(self.weights)}, " if self.weights else ""
         share = f", {self.tokens / self.wanted:.0%} of all completions at one time" if self.tokens < self.wanted else ""
         return f"{own}KV cache {gib(max(self.cache, 0))} for {self.tokens:,} tokens{share}"
