@@ -17,6 +17,11 @@ submit() {
     fi
     while [ $# -gt 0 ]; do
         case "$1" in
+            -h | --help | --usage | -V | --version | --test-only) exec sbatch "${options[@]}" "$@" ;;
+            -a | --array | --array=*)
+                echo "train.sbatch is one run; an array is sbatch $1 ... slurm/sweep.sbatch ..." >&2
+                exit 2
+                ;;
             -*) ;;
             *=* | [~+]*) break ;;
         esac
@@ -34,6 +39,7 @@ submit() {
 # check_settings [settings]: ends with train.py's words where a key or a value is wrong; else the job would, after its wait.
 check_settings() {
     local code=0 told
+    find_run_dir job 0 "$@"
     told=$("${CONTAINER[@]}" "$PYTHON" "$TWINKLE_HOME/train.py" --cfg job "$@" 2>&1) || code=$?
     case "$code" in
         0) ;;
@@ -49,13 +55,24 @@ check_settings() {
 find_run_dir() {
     run_dir="$RUN_ROOT/$1-$2"
     run_dir_setting=("run_dir=$run_dir")
+    local word
     for word in "${@:3}"; do
         if [[ $word == run_dir=* ]]; then
-            run_dir="${word#run_dir=}"
-            run_dir="${run_dir//[\"\']/}" # Hydra's quotes
+            run_dir=$(unquoted "${word#run_dir=}")
             run_dir_setting=()
         fi
+        if [[ $word == [+~]*run_dir=* || $word == run_dir=*'${'* || $word == run_dir=*\\* || $word == run_dir=null ]]; then
+            echo "$word: a job must know its folder before it starts; write run_dir=<folder>" >&2
+            exit 2
+        fi
     done
+}
+
+# unquoted VALUE: without the quotes that Hydra would take off.
+unquoted() {
+    local value="$1"
+    if [[ $value == \'*\' || $value == \"*\" ]]; then value="${value:1:-1}"; fi
+    echo "$value"
 }
 
 # tell_places JOB [prefix]
@@ -73,8 +90,11 @@ run_job() {
     source "$TWINKLE_HOME/slurm/env.sh"
     export PYTHONPATH="$TWINKLE_HOME${PYTHONPATH:+:$PYTHONPATH}"
     if [ -z "${run_dir:-}" ]; then find_run_dir "$SLURM_JOB_NAME" "$SLURM_JOB_ID" "$@"; fi
+    check_site
     attempt="${SLURM_RESTART_COUNT:-0}"
     attempts="$run_dir/slurm-attempts.tsv"
+    # Where a rank says that it was refused before there was a run: srun ends the others, and tells how those ended.
+    export TWINKLE_REFUSAL="$run_dir/.slurm-refusal-$SLURM_JOB_ID"
     terminated=0
     warned=0
     step_pid=""
@@ -106,6 +126,31 @@ run_job() {
 
 say() { echo "[job] $*"; }
 
+# What env.sh, or who submits, may have set to nonsense.
+check_site() {
+    local name
+    for name in MAX_STALLED PREFLIGHT_SECONDS; do
+        if ! [[ ${!name} =~ ^[1-9][0-9]*$ ]]; then
+            say "$name=${!name} must be a whole number of at least 1"
+            exit 2
+        fi
+    done
+    for name in MAX_REQUEUE PREFLIGHT_FREE_GB PREFLIGHT_CLOCK_SECONDS; do
+        if ! [[ ${!name} =~ ^[0-9]+(\.[0-9]+)?$ ]] || [[ $name == MAX* && ${!name} == *.* ]]; then
+            say "$name=${!name} must be a number of at least 0"
+            exit 2
+        fi
+    done
+    if [[ $PREFLIGHT != [01] ]]; then
+        say "PREFLIGHT=$PREFLIGHT is not one; valid: 1, 0"
+        exit 2
+    fi
+    if [[ $TWINKLE_LAUNCHER != srun && $TWINKLE_LAUNCHER != torchrun ]]; then
+        say "TWINKLE_LAUNCHER=$TWINKLE_LAUNCHER is not one; valid: srun, torchrun"
+        exit 2
+    fi
+}
+
 pass_on() {
     if [ -n "$step_pid" ]; then kill -USR1 "$step_pid" 2>/dev/null; fi
 }
@@ -131,17 +176,11 @@ agents() {
 
 start_ranks() {
     local tasks=() command=("${rank_command[@]:-$TWINKLE_HOME/train.py}")
-    case "$TWINKLE_LAUNCHER" in
-        srun) ;;
-        torchrun)
-            agents tasks
-            command=(-m twinkle_research.distributed.agent --nproc "${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}" -- "${command[@]}")
-            ;;
-        *)
-            say "TWINKLE_LAUNCHER=$TWINKLE_LAUNCHER is not one; valid: srun, torchrun"
-            exit 2
-            ;;
-    esac
+    if [ "$TWINKLE_LAUNCHER" = torchrun ]; then
+        agents tasks
+        command=(-m twinkle_research.distributed.agent --nproc "${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}" -- "${command[@]}")
+    fi
+    rm -f "$TWINKLE_REFUSAL"
     srun --kill-on-bad-exit=1 --wait=60 "${tasks[@]}" "${SRUN_OPTIONS[@]}" "${CONTAINER[@]}" \
         "$PYTHON" "${command[@]}" "${run_dir_setting[@]}" "$@" &
     step_pid=$!
@@ -191,7 +230,7 @@ outcome() {
     elif is_new "$error"; then
         # Peers of a rank that is gone only see their connection break; a launcher only sees a signal.
         if grep -q -e '"peer": true' -e '"type": ""' "$error"; then echo killed; else echo failed; fi
-    elif [ "$1" -gt 128 ] && [ "$1" != 130 ]; then
+    elif [ ! -f "$TWINKLE_REFUSAL" ] && [ "$1" -gt 128 ] && [ "$1" != 130 ]; then
         echo killed
     else
         echo failed
@@ -201,6 +240,7 @@ outcome() {
 finish() {
     local how
     how=$(outcome "$1")
+    rm -f "$TWINKLE_REFUSAL"
     case "$how" in
         finished) exit 0 ;;
         failed)

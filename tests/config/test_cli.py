@@ -169,6 +169,19 @@ def test_a_sweep_makes_one_folder_a_job(started: list, tmp_path: Path) -> None:
     assert not any((tmp_path / "sweeps" / "x" / "0").iterdir())
 
 
+def test_a_sweep_without_wandb(started: list) -> None:
+    """Its jobs are a group nowhere."""
+    assert main(["-m", "optimizer.lr=1e-4,1e-3", "tracking.wandb.mode=disabled"]) == 0
+    assert [config.tracking.wandb.group for config, _ in started] == [None, None]
+
+
+def test_a_job_is_told_that_a_rank_was_refused(tmp_path: Path, monkeypatch) -> None:
+    """Where it was killed by another's end, srun tells the job nothing but that."""
+    monkeypatch.setenv("TWINKLE_REFUSAL", str(tmp_path / "refusal"))
+    assert main(["data=jsonl", "data.path=none.jsonl"]) == 2
+    assert "none.jsonl: no such file" in (tmp_path / "refusal").read_text()
+
+
 def test_a_failed_job_does_not_stop_the_sweep_but_its_exit_code(started: list, capsys: pytest.CaptureFixture) -> None:
     assert main(["-m", "model=tiny", "seed=0,1,0", "hydra.sweep.dir=s"]) == 1
     assert len(started) == 3

@@ -83,6 +83,7 @@ class Cluster:
 
     def __init__(self, folder: Path, nodes: int = 2, cpus: int = 4, gpus: int = 2, kill_wait: int = 30) -> None:
         self.folder = folder.resolve()
+        assert len(str(self.folder)) < 64, f"{self.folder}: Slurm's sockets below it may have 107 characters"
         self.nodes = [f"127.0.0.{i + 2}" for i in range(nodes)]
         self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}

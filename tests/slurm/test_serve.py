@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -66,10 +67,21 @@ def test_a_run_answers_until_it_is_cancelled(cluster, tmp_path, run_dir):
     wait_for(lambda: not endpoint.exists(), "the end of the server")
 
 
-def test_what_cannot_be_served(cluster, tmp_path):
-    (tmp_path / "runs").mkdir()
-    job = submit(cluster, tmp_path, "runs")
-    assert cluster.wait(job) == "FAILED"
-    assert "runs" in (output := (tmp_path / "serve.out").read_text()) and "Traceback" not in output
+def test_what_cannot_be_served(cluster, tmp_path, run_dir):
+    """Neither a folder of other things, nor one that is not there, nor on a port where something else answers."""
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = str(other.getsockname()[1])
+        wrong = {
+            "runs": ["runs"],
+            "runs/nothing: there is no such folder": ["runs/nothing"],
+            f"port {port} of {cluster.nodes[0]} is taken: give another --port": [str(run_dir), "--port", port],
+        }
+        for number, (words, arguments) in enumerate(wrong.items()):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            (folder / "runs").mkdir()
+            assert cluster.wait(submit(cluster, folder, *arguments)) == "FAILED"
+            output = (folder / "serve.out").read_text()
+            assert words in output and "Traceback" not in output and "answers at" not in output
     told = subprocess.run(["bash", SCRIPT, "runs"], capture_output=True, text=True)
     assert told.returncode == 2 and told.stderr.startswith("usage: sbatch")

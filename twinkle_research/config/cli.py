@@ -28,6 +28,7 @@ from twinkle_research.config.composing import compose_with_hydra, register_launc
 from twinkle_research.config.keys import all_keys, annotation_of, hint
 from twinkle_research.config.schema import GROUPS, config_dir, register
 from twinkle_research.distributed.env import WorldInfo, detect
+from twinkle_research.distributed.failures import leave_word
 from twinkle_research.errors import EXIT_INTERRUPTED, ConfigError, UserError, nearest
 from twinkle_research.trainer.config import TrainConfig
 
@@ -41,6 +42,7 @@ def main(argv: list[str] | None = None, resume: bool = False) -> int:
     try:
         return _main(argv, resume)
     except UserError as error:
+        leave_word(error)
         if _rank_speaks():
             kind = "config error" if error.exit_code == 2 else "error"
             print(f"{kind}: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import traceback
@@ -13,6 +14,15 @@ from twinkle_research.errors import ConfigError, UserError
 
 _COLLECTIVES = os.path.join("torch", "distributed", "")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "caused pair closure")
+
+
+def leave_word(error: UserError) -> None:
+    """For the job (slurm/job.sh), to which srun only tells that it has ended the other ranks: this one was refused, for that
+    and no other reason, and would be again."""
+    path = os.environ.get("TWINKLE_REFUSAL")
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(f"{error}\n", encoding="utf-8")
 
 
 def error_record(error: BaseException, rank: int) -> dict[str, Any]:

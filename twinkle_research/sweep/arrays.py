@@ -19,7 +19,7 @@ from twinkle_research.errors import ConfigError
 from twinkle_research.sweep.again import refuse_inside
 from twinkle_research.sweep.checks import check_ranges
 from twinkle_research.sweep.folder import ARRAY, SWEEP, Plan, Sweep, SweepJob
-from twinkle_research.sweep.job import CONFIG, write_job
+from twinkle_research.sweep.job import CONFIG, join_group, write_job
 from twinkle_research.sweep.objective import objective_of
 
 
@@ -47,8 +47,7 @@ def prepare_task(path: Path, number: int, words: list[str]) -> Path:
         cfg = without_hydra(compose_with_hydra(jobs[number]))
         OmegaConf.resolve(cfg)
         cfg.run_dir = str(folder)
-        if cfg.tracking.wandb.group is None:
-            cfg.tracking.wandb.group = path.name
+        join_group(cfg, path.name)
         config = validate(cfg)
         keys = list(dict.fromkeys(own.get_key_element().lstrip("+") for own in parsed if own.is_sweep_override()))
         objective = objective_of(config)

@@ -12,10 +12,13 @@ import threading
 import traceback
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from twinkle_research.config.storage import load_config, save_config
 from twinkle_research.distributed.env import detect
-from twinkle_research.distributed.failures import error_record, user_text
+from twinkle_research.distributed.failures import error_record, leave_word, user_text
 from twinkle_research.errors import UserError
+from twinkle_research.tracking.config import WandbMode
 from twinkle_research.trainer.config import TrainConfig
 from twinkle_research.trainer.rundir import RunFolder
 from twinkle_research.trainer.worker import die_with_parent
@@ -35,6 +38,12 @@ def package_path() -> str:
 
 def write_job(config: TrainConfig) -> None:
     save_config(config, config.run_dir, CONFIG)
+
+
+def join_group(cfg: DictConfig, sweep: str) -> None:
+    """W&B shows the jobs of a sweep as one group."""
+    if cfg.tracking.wandb.group is None and cfg.tracking.wandb.mode is not WandbMode.disabled:
+        cfg.tracking.wandb.group = sweep
 
 
 def record_failure(folder: RunFolder, error: BaseException) -> None:
@@ -81,7 +90,9 @@ def run(path: Path) -> int:
         if world.rank == 0:
             traceback.print_exc()
             record_failure(RunFolder(path), error)
-        elif isinstance(error, UserError):
+        if isinstance(error, UserError):
+            leave_word(error)
+        if isinstance(error, UserError) and world.rank != 0:
             print(user_text(error, error.exit_code), file=sys.stderr)
         return error.exit_code if isinstance(error, UserError) else 1
 

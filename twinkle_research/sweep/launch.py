@@ -33,7 +33,7 @@ from twinkle_research.sweep.again import check_same_jobs
 from twinkle_research.sweep.checks import check_settings, refuse_intervals, swept
 from twinkle_research.sweep.console import closing_text
 from twinkle_research.sweep.folder import SWEEP, Plan, Sweep, SweepJob, one_line
-from twinkle_research.sweep.job import record_failure
+from twinkle_research.sweep.job import join_group, record_failure
 from twinkle_research.sweep.local import run_side_by_side, slots_of
 from twinkle_research.sweep.objective import Objective, objective_of
 from twinkle_research.sweep.pages import write_page
@@ -266,8 +266,7 @@ class SweepLauncher(Launcher):
         finally:
             known.cfg = before
         cfg.run_dir = str(sweep_dir.absolute() / str(job.number))
-        if cfg.tracking.wandb.group is None:
-            cfg.tracking.wandb.group = sweep_dir.absolute().name
+        join_group(cfg, sweep_dir.absolute().name)
         return cfg
 
     def prepare(self, job: SweepJob) -> DictConfig | None:
